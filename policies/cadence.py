@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tierfall.core.types.policy import Rule
+from tierfall.core.types.units import format_duration, format_period, format_share
 from tierfall.core.types.values import LOSS_CLASSES, LossClass, TierKind
 from tierfall.core.types.view import TierRules
 
@@ -103,7 +104,7 @@ def choose_interval(
         )
     if rules.every_s is not None:
         steps = None if not measured.step_s else max(1, round(rules.every_s / measured.step_s))
-        reason = f"interval.every: {rules.every_s:g} s, at the first step from then on"
+        reason = f"interval.every: {format_period(rules.every_s)}, at the first step from then on"
         return IntervalChoice(interval_steps=steps, bound=IntervalBound.EVERY, reason=reason)
     if not measured.step_s:
         which = "steps without a copy in progress" if measured.saved else "steps"
@@ -146,15 +147,15 @@ def _second_save(measured: Measured, step_s: float) -> IntervalChoice:
 
 
 def _interval_by_cost(rules: CadenceRules, step_s: float, cost_s: float) -> IntervalChoice:
-    facts = f"a save costs {cost_s:.3g} s and a step takes {step_s:.3g} s"
+    facts = f"a save costs {format_duration(cost_s)} and a step takes {format_duration(step_s)}"
     if rules.overhead is not None:
         steps = overhead_steps(cost_s, step_s, rules.overhead)
-        reason = f"{facts}: {_steps(steps)} keep it within {rules.overhead:.3%} of the training"
+        reason = f"{facts}: {_steps(steps)} keep it within {format_share(rules.overhead)} of the training"
         return IntervalChoice(interval_steps=steps, bound=IntervalBound.OVERHEAD, reason=reason)
     mtbf_s = min(rules.mtbf_s.values())
     best_s = daly_s(cost_s, mtbf_s)
     steps = max(1, round(best_s / step_s))
-    reason = f"{facts}: with a failure every {mtbf_s:.4g} s, {_steps(steps)} lose the least time"
+    reason = f"{facts}: with a failure every {format_duration(mtbf_s)}, {_steps(steps)} lose the least time"
     return IntervalChoice(interval_steps=steps, bound=IntervalBound.FAILURES, reason=reason)
 
 
@@ -219,11 +220,11 @@ def _cadence_of(
     assert measured.step_s is not None
     mtbf_s = mtbf_of(rules.mtbf_s, faced)
     best_s = daly_s(measured.cost_s, mtbf_s)
-    reason = f"it is for the loss of a {faced}, every {mtbf_s:.4g} s"
+    reason = f"it is for the loss of a {faced}, every {format_duration(mtbf_s)}"
     durable_s = measured.durable_s.get(tier.name, 0.0)
     if durable_s > best_s:
         best_s = durable_s
-        reason += f"; it takes a checkpoint in {durable_s:.3g} s, and no more often"
+        reason += f"; it takes a checkpoint in {format_duration(durable_s)}, and no more often"
     between_s = (interval_steps or 1) * measured.step_s
     return TierCadence(
         tier=tier.name,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 
-from tierfall.core.types.units import format_duration, format_rate, format_size
+from tierfall.core.types.units import format_count, format_duration, format_rate, format_size
 from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, LossClass, TierKind
 from tierfall.core.types.view import (
     CheckpointView,
@@ -67,7 +67,7 @@ def forecast(
         return BacklogForecast(behind=behind)
     return BacklogForecast(
         behind=behind,
-        warning=f"at this cadence {tier.name} is {behind:.1f} checkpoints behind in an hour: one of "
+        warning=f"at this cadence {tier.name} is {format_count(behind)} checkpoints behind in an hour: one of "
         f"{format_size(bytes)} comes every {format_duration(due_s)}, which takes "
         f"{format_rate(needed_bytes_per_s)}, and {tier.name} takes {format_rate(bytes_per_s)}. Save less often, "
         "flush fewer to it (flush.every), or raise its bandwidth; once memory is full of copies that it is owed, "

@@ -2,7 +2,8 @@
 
 Pure: (view, tier) -> one decision per whole copy on that tier, oldest first, then one per damaged copy. A copy that any
 rule keeps is kept, so that a further rule never deletes more. No rule counts a damaged copy when it decides about
-another one. The rules are below; ``protection`` has what no rule may delete.
+another one. A reason has the facts, then the rules as the configuration has them. The rules are below; ``protection``
+has what no rule may delete.
 """
 
 from __future__ import annotations
@@ -90,18 +91,23 @@ def decide_on_one(
 def kept_by_rules(
     view: View, tier: TierRules, checkpoints: Iterable[CheckpointView]
 ) -> dict[CheckpointId, str]:
-    """Return which of these the rules of a tier would keep if it had them all, and why; only live ones count."""
+    """Return which of these the rules of a tier would keep if it had them all, and why: ``3rd newest; last: 3``. Only
+    live ones count."""
     if not tier.retain:
         return {}
     tier_view = _tier_view(view, tier, checkpoints)
-    reasons: dict[CheckpointId, list[str]] = {}
+    reasons: dict[CheckpointId, list[tuple[str, object]]] = {}
     for rule in tier.retain:
-        for id, reason in rule.policy.decide(tier_view, rule.rules, view.wall_time_s).items():
-            reasons.setdefault(id, []).append(reason)
-    if any(rule.policy.due is not None for rule in tier.retain):
+        for id, fact in rule.policy.decide(tier_view, rule.rules, view.wall_time_s).items():
+            reasons.setdefault(id, []).append((fact, rule))
+    if by_age := [rule for rule in tier.retain if rule.policy.due is not None]:
         for id in _last_verified(view, tier_view):
-            reasons.setdefault(id, [f"age deletes none of the last {KEPT_BY_AGE} verified"])
-    return {id: "; ".join(found) for id, found in reasons.items()}
+            reasons.setdefault(id, [(f"one of the last {KEPT_BY_AGE} verified", by_age[0])])
+    return {id: _of_rules(*zip(*found, strict=True)) for id, found in reasons.items()}
+
+
+def _of_rules(facts: Iterable[str], rules: Iterable[object]) -> str:
+    return f"{', '.join(facts)}; {', '.join(map(str, rules))}"
 
 
 def _last_verified(view: View, tier_view: TierView) -> list[CheckpointId]:
@@ -169,7 +175,13 @@ def _decide(
         return answer(Verdict.KEEP, wanted[checkpoint.id])
     if damaged := only_good_copy(view, checkpoint, tier):
         return answer(Verdict.KEEP, f"the only good copy: it is damaged on {', '.join(damaged)}")
-    return answer(Verdict.DROP, f"no rule keeps it ({'; '.join(map(str, tier.retain))})")
+    return answer(Verdict.DROP, _of_rules(["no rule keeps it"], tier.retain))
+
+
+def used_metrics(tiers: Iterable[TierRules]) -> list[str]:
+    """Return the names of the metrics that ``best`` rules use."""
+    rules = (rule.rules for tier in tiers for rule in tier.retain)
+    return sorted({rule.metric for rule in rules if isinstance(rule, BestRule)})
 
 
 def missing_metrics(view: View, *, saves_min: int = 1) -> dict[str, str]:
@@ -213,9 +225,7 @@ class EveryRule:
     period_s: float | None = None
 
     def __str__(self) -> str:
-        if self.period_s is not None:
-            return f"every {format_period(self.period_s)}"
-        return f"every {self.steps} steps"
+        return f"every: {self.steps if self.period_s is None else format_period(self.period_s)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +237,7 @@ class BestRule:
     count: int = 1
 
     def __str__(self) -> str:
-        return f"best {self.count} by {self.metric} ({self.mode})"
+        return f"best: {{metric: {self.metric}, mode: {self.mode}, count: {self.count}}}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,14 +247,20 @@ class TagsRule:
     names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"tagged {' or '.join(self.names)}" if self.names else "tagged"
+        return f"tags: [{', '.join(self.names)}]" if self.names else "tags: true"
 
 
-@register("retain", "last", rules=int, words=lambda count: f"last {count}", alike=True)
+@register("retain", "last", rules=int, words=lambda count: f"last: {count}", alike=True)
 def keep_last(tier: TierView, count: int, now_s: float) -> Kept:
     """Keep the newest ``count``."""
     newest = reversed(tier.checkpoints[-count:])
-    return {c.id: f"last {place} of {count}" for place, c in enumerate(newest, start=1)}
+    return {c.id: _nth(place, "newest") for place, c in enumerate(newest, start=1)}
+
+
+def _nth(place: int, what: str) -> str:
+    """Format a place in an order: ``newest``, ``2nd newest``."""
+    suffix = "th" if 10 < place % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
+    return what if place == 1 else f"{place}{suffix} {what}"
 
 
 @register("retain", "every", rules=EveryRule, words=str)
@@ -261,14 +277,11 @@ def keep_every(tier: TierView, every: EveryRule, now_s: float) -> Kept:
     firsts: dict[int, CheckpointView] = {}
     for checkpoint in tier.checkpoints:
         firsts.setdefault(checkpoint.id.step // every.steps, checkpoint)
-    kept = {}
-    for number, checkpoint in firsts.items():
-        begin = number * every.steps
-        if checkpoint.id.step == begin:
-            kept[checkpoint.id] = f"{every}: at {begin}"
-        elif number > 0:
-            kept[checkpoint.id] = f"{every}: the first after {begin}"
-    return kept
+    return {
+        c.id: f"first at or after step {number * every.steps}"
+        for number, c in firsts.items()
+        if number > 0 or c.id.step == 0
+    }
 
 
 def _first_of_periods(checkpoints: Iterable[CheckpointView], period_s: float) -> Kept:
@@ -276,9 +289,7 @@ def _first_of_periods(checkpoints: Iterable[CheckpointView], period_s: float) ->
     for checkpoint in checkpoints:
         if checkpoint.wall_time_s is not None:
             firsts.setdefault(math.floor(checkpoint.wall_time_s / period_s), checkpoint)
-    return {
-        c.id: f"every {format_period(period_s)}: the first of its period" for c in firsts.values()
-    }
+    return {c.id: "first of its period" for c in firsts.values()}
 
 
 @register("retain", "best", rules=BestRule, words=str)
@@ -290,7 +301,7 @@ def keep_best(tier: TierView, best: BestRule, now_s: float) -> Kept:
     newest_first = sorted(measured, key=lambda c: c.id, reverse=True)
     ranked = sorted(newest_first, key=lambda c: sign * c.metrics[best.metric])
     return {
-        c.id: f"best {best.metric} {place} of {best.count}"
+        c.id: _nth(place, f"{'lowest' if sign > 0 else 'highest'} {best.metric}")
         for place, c in enumerate(ranked[: best.count], start=1)
     }
 
@@ -305,7 +316,7 @@ def _when_too_old(tier: TierView, seconds: float, now_s: float) -> float | None:
     "for",
     rules=float,
     due=_when_too_old,
-    words=lambda seconds: f"for {format_period(seconds)}",
+    words=lambda seconds: f"for: {format_period(seconds)}",
 )
 def keep_for(tier: TierView, seconds: float, now_s: float) -> Kept:
     """Keep what was saved less than ``seconds`` ago, and what has no time of saving."""

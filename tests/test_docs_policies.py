@@ -81,4 +81,6 @@ def test_each_reason_is_one_that_the_rule_gives() -> None:
     for rules, reason in rows():
         for text in rules:
             (rule,) = RetainSection.model_validate(yaml.safe_load(f"{{{text}}}")).rules()
-            assert reason in rule.policy.decide(asked, rule.rules, now).values(), text
+            facts = rule.policy.decide(asked, rule.rules, now).values()
+            assert reason.rpartition("; ")[0] in facts, text
+            assert (reason.rpartition("; ")[2] == str(rule)) is (text == rules[0]), text

@@ -61,7 +61,7 @@ FOLDERS = (
 """A folder imports those before it. ``import tierfall`` itself is left to the demo and the command line."""
 
 LINES = {
-    ("core/types",): 1_941,
+    ("core/types",): 1_949,
     ("core/format",): 1_310,
     ("core/state", "core/tensors"): 3_639,
     ("core/image",): 2_497,
@@ -71,17 +71,17 @@ LINES = {
     ("core/restore", "core/load", "core/copies"): 7_215,
     ("core/compression",): 373,
     ("core/flush",): 8_155,
-    ("policies",): 2_204,
+    ("policies",): 2_216,
     ("backends",): 6_075,
     ("tiers",): 4_860,
     ("tierfall/config",): 2_638,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_091,
-    ("tierfall/ops",): 3_290,
-    ("tierfall/telemetry",): 1_757,
-    ("tierfall/cli",): 4_163,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_094,
+    ("tierfall/ops",): 3_291,
+    ("tierfall/telemetry",): 1_760,
+    ("tierfall/cli",): 4_203,
     ("tierfall/integrations",): 3_059,
     ("tierfall/imports", "tierfall/export"): 2_647,
-    ("tierfall/plan",): 175,
+    ("tierfall/plan",): 177,
     ("tierfall/demo",): 620,
     ("tierfall", "core"): 380,
 }

@@ -175,7 +175,7 @@ def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, me
     with pytest.raises(ConfigError, match="not those of an image in memory; remove"):
         project.open()
     (held,) = json_of("runs", "--config", str(project.file), code=1)["memory"]
-    assert (held["steps"], len(held["problems"])) == ([], 1)
+    assert (held["checkpoints"], len(held["problems"])) == ([], 1)
     assert "freed" in run_command(
         "drain", "--discard", "--config", str(project.file), typed="exp\n"
     )

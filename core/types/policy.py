@@ -46,5 +46,6 @@ class Rule:
     rules: Any = None
 
     def __str__(self) -> str:
-        words = self.policy.words
-        return self.policy.name if words is None else words(self.rules)
+        if self.policy.words is not None:
+            return self.policy.words(self.rules)
+        return self.policy.name if self.rules is None else f"{self.policy.name}: {self.rules}"

@@ -212,6 +212,13 @@ def format_rate(bytes_per_s: float) -> str:
     return _scaled(bytes_per_s, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s", "PB/s"))
 
 
+def format_count(count: float) -> str:
+    """Format a count that need not be whole: ``0.05``, ``2.9``, ``2,880``."""
+    if abs(count) < 999.5:
+        return _short(count)
+    return f"{round(count, 2 - math.floor(math.log10(abs(count)))):,.0f}"
+
+
 def format_share(fraction: float) -> str:
     """Format a fraction as a percentage: ``3.5%``."""
     return f"{_short(fraction * 100)}%"

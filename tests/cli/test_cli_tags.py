@@ -55,11 +55,11 @@ def test_a_tag_of_the_save_can_be_removed_and_comes_back(make_cli: MakeCli) -> N
 
 def test_json_has_what_was_done(cli: Cli) -> None:
     document = cli.json("tag", "release", "2")
-    asked = {"run": "run", "order": "tag", "step": 2, "attempt": 1, "done": ["disk", "far"]}
+    asked = {"run": "run", "command": "tag", "step": 2, "attempt": 1, "done": ["disk", "far"]}
     assert asked.items() <= document.items()
     assert (document["failed"], document["left_to"], document["ok"]) == ({}, None, True)
     several = cli.json("untag", "release", "1", "2")
-    assert [one["order"] for one in several["steps"]] == ["untag", "untag"]
+    assert [one["command"] for one in several["steps"]] == ["untag", "untag"]
 
 
 @pytest.mark.parametrize(

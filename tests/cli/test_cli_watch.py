@@ -141,7 +141,7 @@ def port() -> int:
 def test_wrong_uses_of_the_port_are_refused(make_cli: MakeCli, port: int) -> None:
     cli = make_cli()
     assert "--once and --prometheus" in cli("watch", "--once", "--prometheus", "1", code=2).err
-    assert "--prometheus: " in cli("watch", "--prometheus", "nine", code=2).err
+    assert "'--prometheus': " in cli("watch", "--prometheus", "nine", code=2).err
     pytest.importorskip("prometheus_client")
     with socket.create_server(("", port)):
         err = cli("watch", "--prometheus", str(port), code=2).err

@@ -257,7 +257,7 @@ def test_prune_does_what_the_dry_run_said_with_its_reasons(place: Place) -> None
     assert all(d["reason"] and d["bytes"] > 80_000 for d in planned["decisions"])
     reasons = {(d["tier"], d["step"]): d["reason"] for d in planned["decisions"]}
     assert "pinned" in reasons["disk", 2]
-    assert "last 2" in reasons["disk", 1]
+    assert "last: 2" in reasons["disk", 1]
     assert files_below(place.root) == before
     done = place.json("prune")
     assert drops(done) == drops(planned)

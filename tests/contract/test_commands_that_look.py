@@ -51,7 +51,7 @@ def test_ls_has_every_step_on_every_tier(lines: Place) -> None:
     assert found["2@1"]["metrics"] == {"loss": 0.5, "none": "nan"}
     assert found["3@2"]["started_from"] == {"step": 2, "attempt": 1}
     assert [name for name, c in found.items() if c["abandoned"]] == ["4@1"]
-    assert all(c["bytes"] > 80_000 and c["age_s"] >= 0 for c in found.values())
+    assert all(c["bytes"] > 80_000 and c["wall_time_s"] > 0 for c in found.values())
     assert [tier["name"] for tier in document["tiers"]] == ["host", "disk", "far"]
     assert [tier["error"] for tier in document["tiers"]] == [None] * 3
     assert document["tiers"][1]["place"] == str(lines.root / "disk")

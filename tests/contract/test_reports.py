@@ -319,7 +319,7 @@ def test_the_event_log_says_what_became_of_each_save(events: list[dict[str, Any]
     assert Counter(e["tier"] for e in only("committed")) == {"fast": 4, "slow": 2}
     assert {tuple(e["tiers"]) for e in only("save_begun")} == {("fast",), ("fast", "slow")}
     assert [e["step"] for e in only("dropped")] == [1, 2, 3]
-    assert all("last 1" in e["reason"] for e in only("dropped"))
+    assert all("last: 1" in e["reason"] for e in only("dropped"))
     assert list(only("restored")[0]["sources"]) == ["slow"]
     assert kinds["flush_begun"] == kinds["flush_done"] == 6
     for done in only("flush_done"):

@@ -113,7 +113,7 @@ def test_an_mtbf_is_answered_by_daly_in_steps() -> None:
     rules = CadenceRules(mtbf_s={LossClass.PROCESS: 11134.8, LossClass.SITE: 1e6}, tiers=(HOST,))
     choice = choose_interval(rules, measured(cost_s=60.0, step_s=2.0))
     assert (choice.interval_steps, choice.bound) == (round(1116.3 / 2), IntervalBound.FAILURES)
-    assert "a failure every 1.113e+04 s" in choice.reason
+    assert "a failure every 3 h 06 min" in choice.reason
 
 
 def test_a_tier_is_not_asked_for_more_than_it_can_take() -> None:
@@ -121,4 +121,4 @@ def test_a_tier_is_not_asked_for_more_than_it_can_take() -> None:
     facts = measured(cost_s=2.0, step_s=1.0, durable_s={"store": 900.0})
     store = tier_cadences(rules, facts, 170)[1]
     assert (store.mtbf_s, store.interval_s) == (7200.0, 900.0), "what is not told is taken for less"
-    assert "takes a checkpoint in 900 s" in store.reason
+    assert "takes a checkpoint in 15 min 00 s" in store.reason

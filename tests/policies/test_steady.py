@@ -48,11 +48,12 @@ def test_a_tier_that_is_too_slow_falls_behind_by_the_difference() -> None:
     made = state_of(disk(), rate=10 * MB)
     assert (made.busy, made.lost_s) == (1.5, None)
     assert made.reasons == (
-        "falls behind by 2 checkpoints an hour: its 10 MB/s against 15 MB/s of images",
-        "what it is owed fills the tiers before it; then when_full applies to saves: wait",
+        "falls behind by 2 checkpoints an hour: images come at 15 MB/s, and it takes 10 MB/s: save less often, flush "
+        "fewer to it (flush.every), or raise its bandwidth",
+        "once memory is full of copies that it is owed, when_full decides what saves do: wait",
     )
     skips = state_of(disk(when_full=WhenFull.SKIP), rate=10 * MB)
-    assert skips.reasons[1].endswith("saves: skip")
+    assert skips.reasons[1].endswith("saves do: skip")
     newest = state_of(disk(flush_order=NEWEST_FIRST), rate=10 * MB)
     assert newest.reasons[1].endswith("some may never arrive")
 

@@ -4,6 +4,7 @@ so that ``--help`` and completion need not wait for torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,12 +79,19 @@ RunOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
 ]
-StepsArgument = Annotated[
-    list[StepName],
-    typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.", parser=parse_step),
-]
+_STEPS = typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.", parser=parse_step)
+StepsArgument = Annotated[list[StepName], _STEPS]
+StepsIfAny = Annotated[list[StepName] | None, _STEPS]
 TagArgument = Annotated[
     str, typer.Argument(metavar="TAG", help="Letters, digits, '.', '_' and '-', at most 128.")
+]
+MetricsOption = Annotated[
+    bool,
+    typer.Option(
+        "--metrics",
+        "-m",
+        help="Show all metrics, and not only those that a rule of retention uses.",
+    ),
 ]
 TierOption = Annotated[
     str | None,
@@ -114,6 +122,15 @@ def _add_run_command(
         return app.command(name, short_help=short_help)(command)
 
     return add
+
+
+def _from(module: str, name: str) -> Callable[[str], Any]:
+    """Make typer's parser of an option from a function of a module that is imported once the option is given."""
+
+    def parse(text: str) -> Any:
+        return getattr(import_module(module), name)(text)
+
+    return parser_of(parse)
 
 
 def _steps_per_hour(text: str) -> float:
@@ -155,6 +172,7 @@ def init(
             "--disk",
             metavar="FOLDER",
             help="A folder on a disk of this machine; may be repeated, fastest first. [./checkpoints]",
+            parser=_from("tierfall.cli.init", "parse_disk"),
         ),
     ] = None,
     far: Annotated[
@@ -163,29 +181,35 @@ def init(
             "--far",
             metavar="PLACE",
             help="A place that survives this machine: a network folder, or s3://bucket/prefix. [none]",
+            parser=_from("tierfall.cli.init", "parse_far"),
         ),
     ] = None,
     parameters: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             "--parameters",
             metavar="N",
             help="The model's number of parameters, such as 7B: sets the capacity of host memory. [unknown]",
+            parser=_from("tierfall.cli.init", "parse_parameters"),
         ),
     ] = None,
     every: Annotated[
-        str | None,
+        float | None,
         typer.Option(
-            "--every", metavar="N", help="How often to save: in steps (100) or time (10m). [10m]"
+            "--every",
+            metavar="N",
+            help="How often to save: in steps (100) or time (10m). [10m]",
+            parser=_from("tierfall.config.fields", "parse_every"),
         ),
     ] = None,
     lose: Annotated[
-        str | None,
+        float | None,
         typer.Option(
             "--lose",
             metavar="N",
             help="How much training the loss of this machine may cost, in steps or time: sets how often --far gets a "
             "copy. [1h, or 10 saves]",
+            parser=_from("tierfall.config.fields", "parse_every"),
         ),
     ] = None,
     ranks: Annotated[
@@ -206,7 +230,7 @@ def init(
 
     init.init(
         file,
-        disks=disk or [],
+        disks=disk,
         far=far,
         parameters=parameters,
         ranks=ranks,
@@ -229,9 +253,7 @@ def ls(
         int | None,
         typer.Option("--last", "-n", metavar="N", min=1, help="List the newest N steps only."),
     ] = None,
-    metrics: Annotated[
-        bool, typer.Option("--metrics", "-m", help="Show the metrics of each step.")
-    ] = False,
+    metrics: MetricsOption = False,
 ) -> None:
     """List the steps of a run, the newest last: age, size, and the state on each tier."""
     from tierfall.cli import ls_show
@@ -342,18 +364,13 @@ def check(
 @_add_run_command("Verify every file of every copy, and repair.")
 def verify(
     asked: Asked,
-    steps: Annotated[
-        list[StepName] | None,
-        typer.Argument(
-            metavar="STEP", help="Check these steps only: 400, 400@7, latest.", parser=parse_step
-        ),
-    ] = None,
+    steps: StepsIfAny = None,
     tier: TierOption = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Rewrite damaged files from good copies.")
     ] = False,
 ) -> None:
-    """Read and verify every file of every copy: chunks, manifests and commit records."""
+    """Read and verify every file of every copy, or of those of some steps: chunks, manifests and commit records."""
     from tierfall.cli import copies
 
     copies.verify(asked, steps or [], tier, repair)
@@ -532,10 +549,7 @@ def untag(asked: Asked, name: TagArgument, steps: StepsArgument) -> None:
 @_add_run_command("Delete steps from every tier, or a whole run.")
 def rm(
     asked: Asked,
-    steps: Annotated[
-        list[StepName] | None,
-        typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.", parser=parse_step),
-    ] = None,
+    steps: StepsIfAny = None,
     all: Annotated[
         bool,
         typer.Option(
@@ -640,19 +654,21 @@ def watch(
     ] = "1s",  # type: ignore[assignment]
     once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
     prometheus: Annotated[
-        str | None,
+        Any,
         typer.Option(
             "--prometheus",
             metavar="PORT",
             help="Serve /metrics and /healthz of the trainers on this machine at this port or address, and show "
             "nothing: 9109, or 127.0.0.1:9109.",
+            parser=_from("tierfall.config.fields", "listen_address"),
         ),
     ] = None,
+    metrics: MetricsOption = False,
 ) -> None:
     """Show a run live, until Ctrl-C: tiers, copies, transfers, what a failure would cost, and the last events."""
     from tierfall.cli import watch
 
-    watch.watch(asked, every, once, prometheus)
+    watch.watch(asked, every, once, prometheus, metrics)
 
 
 @app.command(short_help="Print the JSON schema of the YAML file.")

@@ -102,7 +102,7 @@ def change(
         documents.append(
             {
                 "run": settings.run,
-                "order": verb,
+                "command": verb,
                 **members(result, "id"),
                 "done": list(result.done),
                 "failed": {tier: str(error) for tier, error in failed.items()},
@@ -284,7 +284,7 @@ def _is_dropped(decision: Decision, pruned: commands.PruneResult) -> bool:
 
 def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | str]:
     drops = [d for d in pruned.decisions if _is_dropped(d, pruned)]
-    made = table("TIER", "STEP", "SIZE", "", "REASON", right=("STEP", "SIZE"))
+    made = table("TIER", "STEP", "SIZE", "DECISION", "REASON", right=("STEP", "SIZE"))
     for decision in pruned.decisions:
         made.add_row(
             decision.tier,
@@ -294,9 +294,10 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
             decision.reason,
         )
     verb = "would be dropped" if dry_run else "dropped"
-    total = format_size(sum(d.bytes for d in drops))
-    copies = counted(len(pruned.decisions), "copy", "copies")
-    summary = f"{len(drops)} of {copies} {verb}, {total}"
+    of = f"of {counted(len(pruned.decisions), 'copy', 'copies')} {verb}"
+    summary = (
+        f"{len(drops)} {of}, {format_size(sum(d.bytes for d in drops))}" if drops else f"none {of}"
+    )
     return (made, summary) if pruned.decisions else (summary,)
 
 
@@ -401,6 +402,8 @@ def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
         "done": [],
         "left": [members(owed) for owed in left],
         "memory_kept": False,
+        "seconds": 0.0,
+        "forecast": [],
     }
     answer.show(f"run {reader.run}: nothing is in host memory{of_this_user(reader.config)}")
     for owed in left:
@@ -426,7 +429,7 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.show(f"run {settings.run}: no tier is owed what is in memory")
     elif drained.memory_kept:
         answer.show(
-            f"run {settings.run}: by flush of the tiers none is owed what is in memory; with every: 1 it is flushed"
+            f"run {settings.run}: by its flush rule no tier is owed what is in memory; flush: {{every: 1}} flushes it"
         )
     else:
         answer.show(f"run {settings.run}: everything in host memory was durable already")

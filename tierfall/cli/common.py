@@ -46,7 +46,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import ConfigError, StepError, TierfallError
-from tierfall.core.types.text import format_some, members
+from tierfall.core.types.text import format_some, hint_at, members
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.commands import Watch, find, restorable, unread, without_good_copy
@@ -58,6 +58,7 @@ T = TypeVar("T")
 Part = Table | Text | str
 """What a person is shown: a table, or lines."""
 PIPED_WIDTH = 10_000
+REMARKS = "REMARKS"
 _STYLES = {
     "damaged": "bold red",
     "DAMAGED": "bold red",
@@ -206,7 +207,8 @@ def check_tier(settings: Config, tier: str | None) -> None:
     """End the command where no tier has that name."""
     known = [t.name for t in settings.chain]
     if tier is not None and tier not in known:
-        refuse(f"no tier is named {tier!r}; there are {', '.join(known)}", Exit.USAGE)
+        hint = hint_at(tier, known)
+        refuse(f"no tier is named {tier!r}; there are {', '.join(known)}{hint}", Exit.USAGE)
 
 
 def document_of(run: str, of_steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -268,13 +270,17 @@ def copies_table(
     tail: Sequence[str],
     rows: Sequence[tuple[Sequence[str], Mapping[str, str], Sequence[str]]],
 ) -> Table | Text:
-    """Return a table of checkpoints with a column for the state on each tier, between the columns ``head`` and
-    ``tail``; with one column for all tiers if it would be wider than the terminal."""
-    right = {*head, *tail} - {""}
-    columns = (*head, *tiers, *tail)
+    """Return a table of checkpoints with a column for the state on each tier, between the columns ``head`` and those of
+    ``tail`` that are not empty; with one column for all tiers if it would be wider than the terminal."""
+    used = [place for place in range(len(tail)) if any(last[place] for _, _, last in rows)]
+    right = {*head, *tail} - {REMARKS}
+    columns = (*head, *tiers, *(tail[place] for place in used))
     lines = [
         columns,
-        *((*first, *(states[t] for t in tiers), *last) for first, states, last in rows),
+        *(
+            (*first, *(states[t] for t in tiers), *(last[place] for place in used))
+            for first, states, last in rows
+        ),
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if sum(widths) + 2 * len(widths) - 2 <= screen_width():
@@ -285,7 +291,7 @@ def copies_table(
         drawn.stylize("bold", 0, len(drawn.plain.partition("\n")[0]))
         drawn.highlight_regex(_STATE, lambda state: _STYLES[state])
         return drawn
-    narrow = table(*head, "COPIES", "", right=right)
+    narrow = table(*head, "COPIES", *([REMARKS] if used else []), right=right)
     for column in narrow.columns[: len(head)]:
         column.no_wrap = True
     for first, states, last in rows:
@@ -295,15 +301,23 @@ def copies_table(
             if state != "-"
         ]
         remarks = [
-            f"{name} {value}".strip() for name, value in zip(tail, last, strict=True) if value
+            value if name == REMARKS else f"{name} {value}"
+            for name, value in zip(tail, last, strict=True)
+            if value
         ]
-        narrow.add_row(*first, Text(", ").join(copies), ", ".join(remarks))
+        shown = [", ".join(remarks)] if used else []
+        narrow.add_row(*first, Text(", ").join(copies), *shown)
     return narrow
 
 
 def cell(value: T | None, format: Callable[[T], str]) -> str:
     """Format a cell of a table; ``-`` where the value is not known."""
     return "-" if value is None else format(value)
+
+
+def format_metric(value: float | str | None) -> str:
+    """Format a metric with four digits; nothing if a checkpoint lacks it."""
+    return "" if value is None else f"{float(f'{float(value):.4g}'):g}"
 
 
 def rough_duration(seconds: float) -> str:

@@ -28,6 +28,7 @@ from tierfall.cli.usage import Asked, CommandRefused, Exit, StepName, code_of, r
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
+from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
@@ -114,7 +115,7 @@ def _answer_verify(
     }
     if repairs is not None:
         answer.document["repairs"] = [members(r) | {"file": r.file or None} for r in repairs]
-    made = table("STEP", "TIER", "CHUNKS", "SIZE", "", right=("STEP", "CHUNKS", "SIZE"))
+    made = table("STEP", "TIER", "CHUNKS", "SIZE", "RESULT", right=("STEP", "CHUNKS", "SIZE"))
     for copy in sorted(report.copies, key=lambda c: c.id):
         made.add_row(
             str(copy.id),
@@ -138,7 +139,9 @@ def _answer_verify(
 
 
 def _place(found: RepairResult | Finding) -> str:
-    return " ".join(str(part) for part in (found.tier, found.id, found.file) if part)
+    place = " ".join(str(part) for part in (found.tier, found.id, found.file) if part)
+    attempt = keys.parse_attempt(found.file.rpartition("/")[2])
+    return place if attempt is None else f"{place} (the record of attempt {attempt})"
 
 
 def _verdict(copy: CheckedCopy) -> str:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import typer
 import yaml
 
-from tierfall.cli.usage import Exit, at_terminal, print_out, refuse, to_document
+from tierfall.cli.usage import Exit, at_terminal, parser_of, print_out, refuse, to_document
 from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address, parse_every
 from tierfall.core.types.errors import BackendError, ConfigError
@@ -36,18 +36,18 @@ CHECK_IMAGE, CHECK_STEP = "1GiB", "1s"
 def init(
     file: Path,
     *,
-    disks: list[str],
+    disks: list[str] | None,
     far: str | None,
-    parameters: str | None,
+    parameters: int | None,
     ranks: int,
-    every: str | None,
-    lose: str | None,
+    every: float | None,
+    lose: float | None,
     run: str | None,
     yes: bool,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Ask for what no option says, and write the file."""
+    """Ask for what no option says, and write the file. ``far`` is empty: none; ``parameters`` is 0: unknown."""
     if file.is_dir():
         refuse(f"init: {file} is a folder; name the file in it: {file / 'tiers.yaml'}", Exit.USAGE)
     if not file.parent.is_dir():
@@ -57,70 +57,51 @@ def init(
     asking = not yes and not as_json and at_terminal()
 
     def answer(
-        word: str,
-        given: str | None,
+        given: T | None,
         text: str,
         default: str,
         parse: Callable[[str], T],
         check: Callable[[T], object] = lambda value: None,
     ) -> T:
         def read(typed: str) -> T:
-            try:
-                check(value := parse(typed))
-            except ConfigError as error:
-                raise typer.BadParameter(str(error)) from error  # it is asked again
+            check(value := parse(typed))
             return value
 
-        try:
-            if given is not None or not asking:
-                return parse(default if given is None else given)
-        except ConfigError as error:
-            refuse(f"{word}: {error}", Exit.USAGE)
-        answered: T = typer.prompt(text, default=default, value_proc=read)
+        if given is not None:
+            return given
+        if not asking:
+            return parse(default)
+        answered: T = typer.prompt(text, default=default, value_proc=parser_of(read))
         return answered
 
-    listed = ",".join(disks) or None
     places = answer(
-        "--disk",
-        listed,
+        disks,
         "Folders of this machine's disks, fastest first",
         DISK,
         _places,
         lambda places: _check_parents(places, file.parent),
     )
     beyond = answer(
-        "--far",
         far,
         "What survives this machine (a network folder, or s3://bucket/prefix)",
         "none",
-        lambda text: None if text.strip() in ("", "none") else text.strip(),
+        parse_far,
         lambda place: _check_parents(filter(None, [place]), file.parent),
     )
-    count = answer(
-        "--parameters",
-        parameters,
-        "Parameters of the model (125M, 7B)",
-        "unknown",
-        lambda text: None if text.strip() in ("", "unknown") else parse_parameters(text),
-    )
+    count = answer(parameters, "Parameters of the model (125M, 7B)", "unknown", parse_parameters)
     often = answer(
-        "--every",
-        every,
-        "Save every (steps: 100, or a time: 10m)",
-        shown_every(EVERY_S),
-        parse_every,
+        every, "Save every (steps: 100, or a time: 10m)", shown_every(EVERY_S), parse_every
     )
     answers = Answers(
         run=run or _name_of(file),
-        disks=places,
-        far=beyond,
-        parameters=count,
+        disks=tuple(places),
+        far=beyond or None,
+        parameters=count or None,
         ranks=ranks,
         every=often,
         lose=often
-        if beyond is None
+        if not beyond
         else answer(
-            "--lose",
             lose,
             "If this machine is lost, how much training may be lost",
             shown_every(LOSE_SAVES * often if isinstance(often, int) else max(often, LOSE_S)),
@@ -169,13 +150,23 @@ def _write(file: Path, answers: Answers, as_json: bool) -> None:
     print_out("\n".join(lines) + "\n")
 
 
-def _places(text: str) -> tuple[str, ...]:
-    found = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not found:
+def _places(text: str) -> list[str]:
+    return [parse_disk(part) for part in text.split(",")]
+
+
+def parse_disk(text: str) -> str:
+    """Parse a folder of this machine. Raises ConfigError."""
+    place = text.strip()
+    if not place:
         raise ConfigError(f"{text!r} names no folder; expected folders, such as {DISK}")
-    if address := next(filter(is_address, found), None):
-        raise ConfigError(f"{address} is no folder of this machine: name it by --far")
-    return found
+    if is_address(place):
+        raise ConfigError(f"{place} is no folder of this machine: name it by --far")
+    return place
+
+
+def parse_far(text: str) -> str:
+    """Parse a place that survives this machine; empty: there is none."""
+    return "" if text.strip() == "none" else text.strip()
 
 
 def _name_of(file: Path) -> str:
@@ -263,7 +254,9 @@ _SMALL_BYTES = _GIB
 
 
 def parse_parameters(text: str) -> int:
-    """Parse a number of parameters: ``125M``, ``7B``. Raises ConfigError."""
+    """Parse a number of parameters: ``125M``, ``7B``; 0: it is unknown. Raises ConfigError."""
+    if text.strip() in ("", "unknown"):
+        return 0
     found = _PARAMETERS.fullmatch(text.strip())
     count = int(Decimal(found[1]) * _SCALES[found[2].lower()]) if found else 0
     if not 0 < count < 10**15:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierfall.cli.common import (
+    REMARKS,
     CommandOutput,
     cell,
     coloured,
@@ -23,6 +24,7 @@ from tierfall.cli.common import (
     describe_new,
     document_of,
     find_step,
+    format_metric,
     load_settings,
     load_settings_if_any,
     name_other_runs,
@@ -55,12 +57,12 @@ from tierfall.ops.memory import HeldMemory, held_by_runs
 from tierfall.ops.reader import RunReader, find_runs
 from tierfall.ops.watch import find_living_status
 from tierfall.policies.forecast import loss_bounds, peer_survival
-from tierfall.policies.retention import plan_retention
+from tierfall.policies.retention import plan_retention, used_metrics
 from tierfall.setup.start import newest_attempt
 from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.figures import Statistics, of_tier
 from tierfall.telemetry.reports import describe_peer_survival, format_bounds, format_unread
-from tierfall.telemetry.status import Status
+from tierfall.telemetry.status import CheckpointStatus, Status
 
 logger = logging.getLogger("tierfall")
 
@@ -234,16 +236,16 @@ def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
     answer.note_unread(unread)
     found = [_describe_run(answer, settings, name) for name in names]
     right = ("STEPS", "LATEST", "AGE", "SIZE")
-    made = table("RUN", *right, "TIERS", "", right=right)
+    made = table("RUN", *right, "TIERS", "OWNER", right=right)
     for one in found:
         made.add_row(
             one["run"],
             str(one["checkpoints"]),
             "-" if one["step"] is None else f"{one['step']}@{one['attempt']}",
-            cell(one["age_s"], rough_duration),
+            cell(one["wall_time_s"], lambda at: rough_duration(max(0.0, time.time() - at))),
             format_size(one["bytes"]),
             ", ".join(one["tiers"]) or "-",
-            "a trainer owns it" if one["owner"] else "",
+            f"process {one['owner']['pid']}" if one["owner"] else "-",
         )
     if found:
         answer.show(made)
@@ -274,7 +276,7 @@ def held_members(held: HeldMemory) -> dict[str, Any]:
     """Return what a run holds in this node's memory, for a document."""
     return {
         **members(held, "run", "folder", "file", "bytes", "kept_bytes", "problems"),
-        "steps": [str(id) for id in held.checkpoints],
+        "checkpoints": [members(id, "step", "attempt") for id in held.checkpoints],
         "owner": owner_members(held.owner),
     }
 
@@ -288,8 +290,7 @@ def _describe_run(answer: CommandOutput, settings: Config, run: str) -> dict[str
     return {
         "run": run,
         "checkpoints": len(facts.known),
-        **members(facts.by_id.get(newest) if newest else None, "id"),
-        "age_s": facts.age_s(facts.by_id[newest]) if newest else None,
+        **members(facts.by_id.get(newest) if newest else None, "id", "wall_time_s"),
         "bytes": sum(copy.bytes for listing in held for copy in listing.copies),
         "tiers": [listing.tier for listing in held],
         "owner": owner_members(facts.owner),
@@ -321,7 +322,9 @@ def ls(asked: Asked, last: int | None, metrics: bool) -> None:
             **members((trainer or facts).statistics, "loss_bound", "peer_survival"),
         }
         if listed:
-            answer.show(_steps(facts, listed, trainer, metrics=metrics))
+            all_names = {m for c in facts.known for m in c.metrics}
+            names = sorted(all_names) if metrics else used_metrics(facts.view.tiers)
+            answer.show(_steps(facts, listed, trainer, names))
         if older := len(rows) - len(listed):
             steps = counted(older, "older step is", "older steps are")
             answer.show(f"{steps} not shown (--last {last})")
@@ -354,7 +357,11 @@ def _show_step(
     answer: CommandOutput, reader: RunReader, facts: RunFacts, checkpoint: KnownCheckpoint
 ) -> dict[str, Any]:
     """Show one step, and return its document."""
-    files = {tier: _files(reader, tier, checkpoint, answer) for tier in checkpoint.copies}
+    files = {
+        tier: _files(reader, tier, checkpoint, answer)
+        for tier in checkpoint.copies
+        if tier in reader.stores
+    }
     manifests, problems = manifest_members(reader, checkpoint)
     for tier, error in problems:
         answer.problem(with_tier(tier, error))
@@ -369,7 +376,7 @@ def _show_step(
     }
     for tier, of_copy in document["copies"].items():
         of_copy["decision"] = members(facts.decision(tier, checkpoint.id), "verdict", "reason")
-        of_copy["files"] = [{"name": f, "bytes": n} for f, n in files[tier]]
+        of_copy["files"] = [{"name": f, "bytes": n} for f, n in files.get(tier, {}).items()]
     return document
 
 
@@ -396,10 +403,7 @@ def _members(facts: RunFacts, checkpoint: KnownCheckpoint) -> dict[str, Any]:
     return {
         **members(checkpoint, "id"),
         **members(line, "ordinal", "started_from"),
-        **members(checkpoint, "bytes", "wall_time_s"),
-        "age_s": facts.age_s(checkpoint),
-        **members(checkpoint, "pinned", "abandoned"),
-        "deleted": checkpoint.deleted,
+        **members(checkpoint, "bytes", "wall_time_s", "pinned", "abandoned", "deleted"),
         **members(checkpoint, "tags", "metrics"),
         "copies": {
             tier: {"state": copy.label, **members(copy, "bytes", "damage")}
@@ -419,11 +423,13 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
         for copy in listing.copies:
             if copy.damage is not None:
                 what = "could not be read" if copy.unread else "is damaged"
-                answer.problem(f"{copy.id} {what} on {with_tier(listing.tier, copy.damage)}")
+                why = str(copy.damage).removeprefix(f"{listing.tier}: ")
+                why = why.removeprefix(f"{copy.id} was found damaged: ")  # by the tier's list
+                answer.problem(f"{copy.id} {what} on tier {listing.tier}: {why}")
 
 
 def _steps(
-    facts: RunFacts, ids: Sequence[CheckpointId], trainer: Status | None, *, metrics: bool
+    facts: RunFacts, ids: Sequence[CheckpointId], trainer: Status | None, metrics: Sequence[str]
 ) -> Table | Text:
     tiers = [listing.tier for listing in facts.listings]
     written = {(t.step, t.attempt, t.tier) for t in (trainer.transfers if trainer else ())}
@@ -433,28 +439,26 @@ def _steps(
         arrives = found == "owed" and (id.step, id.attempt, tier) in written
         return str(CopyState.ARRIVING) if arrives else found
 
-    shown = sorted({m for c in facts.known for m in c.metrics}) if metrics else []
     rows = []
     for id in ids:
         checkpoint = facts.by_id.get(id)
-        head, tail = [str(id), "", ""], [""] * (len(shown) + 1)
+        head, tail = [str(id), "", ""], [""] * (len(metrics) + 1)
         if checkpoint is not None:
             age = cell(facts.age_s(checkpoint), rough_duration)
             head = [str(id), age, format_size(checkpoint.bytes)]
-            values = checkpoint.metrics
-            tail = [f"{values[name]:.6g}" if name in values else "" for name in shown]
-            tail.append(", ".join(_remarks(checkpoint)))
+            tail = [format_metric(checkpoint.metrics.get(name)) for name in metrics]
+            tail.append(", ".join(remarks_on(checkpoint)))
         rows.append((head, {tier: state(id, tier) for tier in tiers}, tail))
-    return copies_table(("STEP", "AGE", "SIZE"), tiers, (*shown, ""), rows)
+    return copies_table(("STEP", "AGE", "SIZE"), tiers, (*metrics, REMARKS), rows)
 
 
-def _remarks(checkpoint: KnownCheckpoint) -> Iterable[str]:
+def remarks_on(checkpoint: KnownCheckpoint | CheckpointStatus) -> Iterable[str]:
     yield from (f"#{tag}" for tag in sorted(checkpoint.tags))
     if checkpoint.pinned:
         yield "pinned"
     if checkpoint.abandoned:
         yield "abandoned"
-    if checkpoint.deleted:
+    if isinstance(checkpoint, KnownCheckpoint) and checkpoint.deleted:
         yield "to be deleted"
 
 
@@ -485,7 +489,7 @@ def _in_full(
     facts: RunFacts,
     checkpoint: KnownCheckpoint,
     manifests: Sequence[dict[str, Any]],
-    files: dict[str, list[tuple[str, int]]],
+    files: dict[str, dict[str, int]],
 ) -> Iterable[Table | str]:
     yield _head(facts, checkpoint)
     yield ""
@@ -502,13 +506,12 @@ def _in_full(
     for manifest in manifests:
         yield ""
         yield from _manifest_lines(manifest)
-    for tier, found in files.items():
-        if found:
-            yield ""
-            made = table(f"FILE on {tier}", "SIZE", right=("SIZE",))
-            for name, size in found:
-                made.add_row(name, format_size(size))
-            yield made
+    if named := sorted({name for found in files.values() for name in found}):
+        yield ""
+        made = table("FILE", *files, right=files)
+        for name in named:
+            made.add_row(name, *(cell(found.get(name), format_size) for found in files.values()))
+        yield made
 
 
 def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
@@ -530,8 +533,10 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
         )
     made.add_row("size", format_size(checkpoint.bytes))
     if checkpoint.metrics:
-        made.add_row("metrics", ", ".join(f"{k} {v:.6g}" for k, v in checkpoint.metrics.items()))
-    if remarks := list(_remarks(checkpoint)):
+        made.add_row(
+            "metrics", ", ".join(f"{k} {format_metric(v)}" for k, v in checkpoint.metrics.items())
+        )
+    if remarks := list(remarks_on(checkpoint)):
         made.add_row("remarks", ", ".join(remarks))
     if owed := facts.owed(checkpoint.id):
         made.add_row("still owed to", ", ".join(owed))
@@ -555,16 +560,13 @@ def _manifest_lines(manifest: dict[str, Any]) -> Iterable[Table | str]:
 
 def _files(
     reader: RunReader, tier: str, checkpoint: KnownCheckpoint, answer: CommandOutput
-) -> list[tuple[str, int]]:
-    """Return name and size of each file of a copy; none for host memory."""
-    store = reader.stores.get(tier)
-    if store is None:
-        return []
+) -> dict[str, int]:
+    """Return the size of each file of a copy, by name."""
     try:
-        return [(stored.key, stored.bytes) for stored in store.files(checkpoint.id)]
+        return {file.key: file.bytes for file in reader.stores[tier].files(checkpoint.id)}
     except BackendError as error:
         answer.problem(f"tier {tier}: its files could not be listed: {error}")
-        return []
+        return {}
 
 
 # Manifests -------------------------------------------------------------------------------------------

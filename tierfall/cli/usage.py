@@ -73,7 +73,7 @@ def parse_step(text: str) -> StepName:
 
 
 def parser_of(
-    parse: Callable[[str], Any], least: float = 0, shown: Callable[[Any], str] = str
+    parse: Callable[[str], Any], least: float | None = None, shown: Callable[[Any], str] = str
 ) -> Callable[[str], Any]:
     """Make typer's parser of an option from a function that raises ConfigError; ``shown`` formats the least value."""
 
@@ -82,7 +82,7 @@ def parser_of(
             value = parse(text)
         except ConfigError as error:
             raise typer.BadParameter(str(error)) from error
-        if value < least:
+        if least is not None and value < least:
             raise typer.BadParameter(f"{text!r} is too small; expected {shown(least)} or more")
         return value
 
@@ -179,6 +179,14 @@ def listen_to_warnings() -> None:
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _AS_JSON = "tierfall.as_json"
 _HELP = frozenset(("-h", "--help"))
+GROUPS = {
+    "Start": ("init", "check", "demo", "schema"),
+    "Look": ("ls", "show", "latest", "runs", "watch"),
+    "Trust": ("verify", "drain"),
+    "Change": ("pin", "unpin", "tag", "untag", "prune", "rm", "forget"),
+    "Move": ("copy", "export", "import"),
+}
+"""The commands, in the groups of ``--help`` and of the pages in docs/."""
 
 
 class CommandGroup(TyperGroup):
@@ -193,33 +201,31 @@ class CommandGroup(TyperGroup):
         as_json = "--json" in words
         with _in_one_line(as_json), _reporting_start_files(words):
             if words and words[0] in self.commands and not _HELP.isdisjoint(words):
-                self._print_help_of(words[0], typer.Context(self, info_name=info_name, **extra))
-            if not extra.get("resilient_parsing"):  # else a shell completes an unfinished line
-                self._check_place(words)
-            ctx = super().make_context(info_name, args, parent, **extra)
+                # whatever else the line has; without the group's own parameters, for which typer imports pydantic
+                settings = {**self.context_settings, **extra}
+                above: Any = typer.Context(self, info_name=info_name, **settings)
+                self.commands[words[0]].make_context(words[0], ["--help"], parent=above)
+            try:
+                ctx = super().make_context(info_name, [*args], parent, **extra)
+            except _UsageError as error:
+                self._check_place(getattr(error, "option_name", None), args)
+                raise
         ctx.meta[_AS_JSON] = as_json
         return ctx
 
-    def _print_help_of(self, name: str, ctx: typer.Context) -> NoReturn:
-        """Print the help of a command without parsing its arguments, for which typer imports pydantic."""
-        command = self.commands[name]
-        own: Any = typer.Context(
-            command, info_name=name, parent=ctx, help_option_names=sorted(_HELP, key=len)
-        )
-        typer.echo(command.get_help(own))
-        raise typer.Exit(Exit.DONE)
-
-    def _check_place(self, words: Sequence[str]) -> None:
-        """Refuse an option of commands before the command, and say where it belongs."""
-        first = next((i for i, word in enumerate(words) if word in self.commands), len(words))
-        own = {name for parameter in self.params for name in parameter.opts}
-        of_commands = {n for c in self.commands.values() for p in c.params for n in p.opts} - own
-        before = words[:first]
-        name = before[0].partition("=")[0] if before else ""
-        if name in of_commands:
+    def _check_place(self, unknown: str | None, words: Sequence[str]) -> None:
+        """Say where an option belongs that is unknown before the command."""
+        if any(unknown in p.opts for command in self.commands.values() for p in command.params):
+            first = next((i for i, word in enumerate(words) if word in self.commands), len(words))
             command = words[first : first + 1] or ["COMMAND"]
-            meant = shlex.join([*command, *words[first + 1 :], *before])
-            refuse(f"{name} belongs after the command: tierfall {meant}", Exit.USAGE)
+            meant = shlex.join([*command, *words[first + 1 :], *words[:first]])
+            refuse(f"{unknown} belongs after the command: tierfall {meant}", Exit.USAGE)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands in their groups."""
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(n, self.commands[n].get_short_help_str(70)) for n in names])
 
     def invoke(self, ctx: Any) -> Any:
         with _in_one_line(ctx.meta.get(_AS_JSON, False)):

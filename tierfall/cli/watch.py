@@ -21,24 +21,21 @@ from rich.table import Table
 from rich.text import Text
 
 from tierfall.cli.common import (
+    REMARKS,
     CommandOutput,
     Part,
     cell,
     copies_table,
     counted,
+    format_metric,
     load_settings,
     owner_members,
     table,
     with_tier,
 )
-from tierfall.cli.ls_show import (
-    RunFacts,
-    format_peer_survival,
-)
+from tierfall.cli.ls_show import RunFacts, format_peer_survival, remarks_on
 from tierfall.cli.usage import Asked, Exit, refuse, to_document
 from tierfall.config import Config
-from tierfall.config.fields import listen_address
-from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import (
     format_duration,
@@ -49,6 +46,8 @@ from tierfall.core.types.units import (
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import LIST_EVERY_S, RankProcess, RunSnapshot, Watcher
+from tierfall.policies.retention import used_metrics
+from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.figures import FIGURES, format_figure, of_run, of_tier
 from tierfall.telemetry.prometheus import MetricsServer
 from tierfall.telemetry.reports import format_bounds
@@ -63,7 +62,7 @@ from tierfall.telemetry.status import (
 
 ROWS_MAX = 12
 EVENTS_SHOWN = 6
-BAR_WIDTH = 20
+BAR, BAR_WIDTH = "PROGRESS", 20
 TIME_MAX_S = 3e10
 NUMBER_MAX = 1e18
 _SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
@@ -74,13 +73,14 @@ ROWS_ON_SCREEN = 200
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``cell`` gives the
-    state of a copy in a word, by its checkpoint and tier."""
+    state of a copy in a word, by its checkpoint and tier. ``metrics`` are those that people see; None: all."""
 
     snapshot: RunSnapshot
     status: RunStatus
     unread: tuple[str, ...] = ()
     cell: Callable[[CheckpointStatus, str], str]
     problems: tuple[str, ...]
+    metrics: Sequence[str] | None = None
 
     @property
     def document(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class RunView:
         yield from format_bounds(seen.statistics.loss_bound, self.unread)
         is_live = self.snapshot.live is not None
         yield from format_peer_survival(seen.statistics.peer_survival, live=is_live)
-        if len(self.snapshot.slots) > 1:
+        if len(self.snapshot.slots) > 1 and any(s.owner or s.status for s in self.snapshot.slots):
             yield ""
             yield _slot_table(self.snapshot)
         if self.snapshot.events:
@@ -200,6 +200,8 @@ def _listed(facts: RunFacts, id: CheckpointId) -> CheckpointStatus:
         owed=facts.owed(id),
         pinned=known.pinned,
         abandoned=known.abandoned,
+        tags=tuple(sorted(known.tags)),
+        metrics=to_json(known.metrics),
     )
 
 
@@ -252,20 +254,19 @@ def _ago(snapshot: RunSnapshot, status: Status) -> str:
     return f"{format_duration(round(snapshot.age_s(status)))} ago"
 
 
-def _bar(share: float | None, bars: bool, *, failing: bool = False) -> ProgressBar | str:
-    if share is None or not bars:
-        return ""
-    style = "red" if failing else "cyan"
-    return ProgressBar(1.0, share, complete_style=style, finished_style=style)
+def _bar(share: float | None, style: str = "cyan") -> ProgressBar | str:
+    bar = ProgressBar(1.0, share or 0.0, complete_style=style, finished_style=style)
+    return "" if share is None else bar
 
 
-def _table_with_bars(*columns: str, right: Sequence[str]) -> Table:
-    """Return a table whose last column has no heading, and is what a narrow terminal takes away from."""
-    made = table(*columns, "", right=right)
+def _table_with_bars(*columns: str, right: Sequence[str], bars: bool) -> Table:
+    """Return a table whose last column, of bars if there are any, is what a narrow terminal takes away from."""
+    made = table(*columns, *([BAR] if bars else []), right=right)
     for column in made.columns:
         column.no_wrap = True
-    made.columns[-1].no_wrap = False
-    made.columns[-1].max_width = BAR_WIDTH
+    if bars:
+        made.columns[-1].no_wrap, made.columns[-1].overflow = False, "crop"
+        made.columns[-1].max_width = BAR_WIDTH
     return made
 
 
@@ -273,25 +274,28 @@ def _tier_table(status: RunStatus, bars: bool) -> Table:
     """Return the table of tiers: a column for each figure that has a heading."""
     shown = [figure for figure in FIGURES.values() if figure.column]
     right = [figure.column for figure in shown]
-    made = _table_with_bars("TIER", "KIND", *right, right=right)
+    made = _table_with_bars("TIER", "KIND", *right, right=right, bars=bars)
     for tier, kind in status.tiers.items():
         found = of_tier(status.statistics, tier)
         cells = [cell(found.get(each.name), partial(format_figure, each)) for each in shown]
-        bar = _bar(found.get("fill"), bars, failing=bool(found.get("failing")))
-        made.add_row(tier, str(kind), *cells, bar)
+        style = "red" if found.get("failing") else "cyan"
+        bar = [_bar(found.get("fill"), style)] if bars else []
+        made.add_row(tier, str(kind), *cells, *bar)
     return made
 
 
 def _grid(frame: RunView, rows: int) -> Table | Text:
     names = [*frame.status.tiers]
+    shown = [*reversed(frame.status.checkpoints[-rows:])]
+    metrics = frame.metrics
+    if metrics is None:
+        metrics = sorted({name for one in shown for name in one.metrics})
     made = []
-    for one in reversed(frame.status.checkpoints[-rows:]):
-        remarks = [
-            word for word, holds in (("pinned", one.pinned), ("abandoned", one.abandoned)) if holds
-        ]
+    for one in shown:
         states = {name: frame.cell(one, name) for name in names}
-        made.append(([f"{one.step}@{one.attempt}"], states, [", ".join(remarks)]))
-    return copies_table(("STEP",), names, ("",), made)
+        values = [format_metric(one.metrics.get(name)) for name in metrics]
+        made.append(([f"{one.step}@{one.attempt}"], states, [*values, ", ".join(remarks_on(one))]))
+    return copies_table(("STEP",), names, (*metrics, REMARKS), made)
 
 
 def _reported_cell(one: CheckpointStatus, tier: str) -> str:
@@ -306,7 +310,7 @@ def _reported_cell(one: CheckpointStatus, tier: str) -> str:
 
 def _transfer_table(transfers: tuple[TransferStatus, ...], bars: bool) -> Table:
     right = ("DONE", "SIZE", "RATE", "LEFT")
-    made = _table_with_bars("COPY", "TO", "PHASE", *right, right=right)
+    made = _table_with_bars("COPY", "TO", "PHASE", *right, right=right, bars=bars)
     for one in transfers:
         share = one.done_bytes / max(1, one.bytes)
         made.add_row(
@@ -317,7 +321,7 @@ def _transfer_table(transfers: tuple[TransferStatus, ...], bars: bool) -> Table:
             format_size(one.bytes),
             cell(one.bytes_per_s or None, format_rate),
             cell(one.left_s, format_duration),
-            _bar(share, bars),
+            *([_bar(share)] if bars else []),
         )
     return made
 
@@ -372,7 +376,9 @@ def _readable_number(value: object) -> float | None:
     return None
 
 
-def watch(asked: Asked, every_s: float, once: bool, prometheus: str | None) -> None:
+def watch(
+    asked: Asked, every_s: float, once: bool, prometheus: tuple[str, int] | None, metrics: bool
+) -> None:
     """Show a run live, or one frame of it, or serve its metrics."""
     settings = load_settings(asked)
     if once and prometheus is not None:
@@ -381,9 +387,10 @@ def watch(asked: Asked, every_s: float, once: bool, prometheus: str | None) -> N
         )
     watcher = Watcher(settings, run=settings.run)
     if prometheus is not None:
-        _serve(watcher, prometheus, settings.run, as_json=asked.as_json)
+        _serve(watcher, *prometheus, settings.run, as_json=asked.as_json)
         return
-    frames = _frames(settings, watcher)
+    names = None if metrics else used_metrics(tier_rules(settings))
+    frames = (replace(frame, metrics=names) for frame in _frames(settings, watcher))
     if once:
         _once(next(frames), as_json=asked.as_json)
         return
@@ -396,12 +403,8 @@ def watch(asked: Asked, every_s: float, once: bool, prometheus: str | None) -> N
         return  # Ctrl-C is how a person ends it
 
 
-def _serve(watcher: Watcher, listens_on: str, run: str, *, as_json: bool) -> None:
+def _serve(watcher: Watcher, address: str, port: int, run: str, *, as_json: bool) -> None:
     """Serve metrics until Ctrl-C, or until a signal ends the process."""
-    try:
-        address, port = listen_address(listens_on)
-    except ConfigError as error:
-        refuse(f"--prometheus: {error}", Exit.USAGE)
     server = MetricsServer(address, port, watcher.living_statuses, run=run, where="--prometheus")
     answer = CommandOutput(as_json, document={"run": run, "address": address, "port": port})
     answer.show(f"run {run}: /metrics and /healthz are served on port {port}; Ctrl-C ends it")

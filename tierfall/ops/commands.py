@@ -134,15 +134,16 @@ def find(
     if fitting:
         return fitting[-1]
     which = f"step {step}" + ("" if attempt is None else f" of attempt {attempt}")
-    not_there, are = "is not there", "are"
+    not_there, known_are = "is not there", "steps are"
     if missing := ", ".join(unread):
         not_there = f"is on none of the tiers that could be read, and may be on {missing}"
-        are = "could be seen"
+        known_are = "that could be seen are"
     if of_step:
         there = ", ".join(f"{c.id}{' (abandoned)' if c.abandoned else ''}" for c in of_step)
         raise StepError(f"{doing}: {which} {not_there}; there is {there}: name it with its attempt")
-    newest = ", ".join(str(c.id) for c in known[-8:]) or "none"
-    raise StepError(f"{doing}: {which} {not_there}; the newest that {are}: {newest}")
+    newest = ", ".join(str(c.id) for c in known[-8:])
+    seen = f"the newest {known_are} {newest}" if known else "there is no other"
+    raise StepError(f"{doing}: {which} {not_there}; {seen}")
 
 
 def restorable(known: Sequence[KnownCheckpoint]) -> tuple[CheckpointId, ...]:

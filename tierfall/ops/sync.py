@@ -452,7 +452,7 @@ def _retention(
             what = "delete it again" if other == id else f"delete {other}"
             yield (
                 f"{'' if other == id else f'beside {id}, '}the rules of {tier} {what} after the next commit there, or "
-                f"by prune: {reason}; to keep it: tierfall pin {other}"
+                f"by prune ({reason}); to keep it: tierfall pin {other}"
             )
 
 

@@ -256,7 +256,7 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
                 "no start wrote it: remove it"
                 if isinstance(error, StrayAttemptError)
                 else "without it no process can tell whether a newer attempt exists; to rewrite it from a tier that "
-                f"has it: tierfall verify --tier {store.name} --repair; where none has it, and no start of that number "
+                f"has it: tierfall verify --tier {store.name} --repair; if none has it, and no start of that number "
                 "is alive, remove it"
             )
             findings.append(_tier_finding(store, key, error, advice))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from tierfall.core.types.units import format_duration, format_rate, format_size
+from tierfall.core.types.units import format_count, format_duration, format_rate, format_size
 from tierfall.core.types.values import TierKind, WhenFull
 from tierfall.core.types.view import TierRules
 from tierfall.policies.retention import DAY_S, count_kept
@@ -128,7 +128,7 @@ def _stored(rules: TierRules, chain: Chain, load: Workload) -> SteadyTier:
         bytes_max=None if most == math.inf else int(most) * size,
         full_s=full_s,
         lost_s=every_s + copy_s if copy_s is not None and copy_s <= every_s else None,
-        reasons=tuple(f"not counted, as it depends on more than time: {rule}" for rule in unknown),
+        reasons=tuple(f"not counted, as time alone does not decide it: {rule}" for rule in unknown),
     )
     reasons = (*_reasons_of_rate(tier, rules, chain), *_reasons_of_room(tier, rules, chain))
     return replace(tier, reasons=(*reasons, *tier.reasons))
@@ -141,21 +141,23 @@ def _reasons_of_rate(tier: SteadyTier, rules: TierRules, chain: Chain) -> Iterat
     if tier.busy > 1:
         behind, rate = 3600 / tier.every_s - 3600 / tier.copy_s, chain.rates[tier.name]
         yield (
-            f"falls behind by {behind:.2g} checkpoints an hour: its {format_rate(rate)} against "
-            f"{format_rate(rate * tier.busy)} of images"
+            f"falls behind by {format_count(behind)} checkpoints an hour: images come at "
+            f"{format_rate(rate * tier.busy)}, and it takes {format_rate(rate)}: save less often, flush fewer to it "
+            "(flush.every), or raise its bandwidth"
         )
         full = rules.when_full or chain.rules[0].when_full or WhenFull.WAIT
         if rules.in_order:
-            yield f"what it is owed fills the tiers before it; then when_full applies to saves: {full}"
+            yield f"once memory is full of copies that it is owed, when_full decides what saves do: {full}"
         else:
-            yield f"takes what it is owed by {rules.flush_order}: some may never arrive"
+            yield f"takes the copies that it is owed by {rules.flush_order}: some may never arrive"
     if rules.within_s is not None and (tier.copy_s > rules.within_s or tier.busy > 1):
         yield f"copies arrive later than {format_duration(rules.within_s)} after their save (flush.within)"
 
 
 def _reasons_of_room(tier: SteadyTier, rules: TierRules, chain: Chain) -> Iterator[str]:
     limit, size = chain.limit_of(rules), tier.copy_bytes
-    day = f"{tier.grows_per_day:.3g} checkpoints a day for ever, {format_size(int(tier.grows_per_day * size))}"
+    grown = format_size(int(tier.grows_per_day * size))
+    day = f"{format_count(tier.grows_per_day)} checkpoints a day for ever, {grown}"
     if limit is None:
         if tier.grows_per_day:
             yield f"keeps {day}, without a bound"

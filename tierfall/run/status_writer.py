@@ -27,6 +27,7 @@ from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.text import to_json
 from tierfall.core.types.values import CopyState
 from tierfall.telemetry.event_log import wall_time
 from tierfall.telemetry.figures import Statistics
@@ -287,6 +288,8 @@ class StatusWriter:
             set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
             pinned=entry.pinned,
             abandoned=abandoned,
+            tags=tuple(sorted(entry.tags)),
+            metrics=to_json(entry.commit.metrics) if entry.commit else {},
         )
 
     def _fraction(self, entry: LedgerEntry, tier: str) -> float:

@@ -227,7 +227,7 @@ class Statistics:
     checkpoints: Mapping[str, int] = _each("complete checkpoints there", column="STEPS")
     used_bytes: Mapping[str, int] = _each("what this run takes there", column="USED")
     capacity_bytes: Mapping[str, int | None] = _each(
-        "the most that it may take; missing without a bound", column="OF"
+        "the most that it may take; missing without a bound", column="CAPACITY"
     )
     free_bytes: Mapping[str, int] = _each(
         "free space of the tier's file system, read every 30 s; not of object stores"
@@ -265,7 +265,7 @@ class Statistics:
         return self.cadence.cost_s if self.cadence else None
 
     @property
-    @_derived("`used_bytes` of `capacity_bytes`", per="tier", unit="share", column="FILL")
+    @_derived("`used_bytes` of `capacity_bytes`", per="tier", unit="share", column="FULL")
     def fill(self) -> dict[str, float]:
         used = self.used_bytes.items()
         return {t: n / most for t, n in used if (most := self.capacity_bytes.get(t))}

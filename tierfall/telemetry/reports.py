@@ -160,7 +160,7 @@ class CadenceReport:
 
 
 def _source(source: ShardSource) -> str:
-    by = "" if source.rank is None else f" by rank {source.rank}"
+    by = "" if source.rank is None else f", read by rank {source.rank}"
     return f"{format_size(source.bytes)} from {source.tier}{by}"
 
 

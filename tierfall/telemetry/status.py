@@ -43,7 +43,8 @@ class CopyStatus(_StatusPart):
 
 
 class CheckpointStatus(_StatusPart):
-    """One checkpoint: its copies by tier, the tiers that are owed one, and by tier why its copy was set aside."""
+    """One checkpoint: its copies by tier, the tiers that are owed one, and by tier why its copy was set aside. A metric
+    that is not finite is text."""
 
     step: int
     attempt: int
@@ -52,6 +53,8 @@ class CheckpointStatus(_StatusPart):
     set_aside: dict[str, str] = {}
     pinned: bool = False
     abandoned: bool = False
+    tags: tuple[str, ...] = ()
+    metrics: dict[str, float | str] = {}
 
 
 class TransferStatus(_StatusPart):

@@ -14,6 +14,7 @@ from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
 from tierfall.core.flush.tasks import Command, CommandKind
 from tierfall.core.types.errors import CaptureError
+from tierfall.core.types.units import format_count
 from tierfall.core.types.values import CheckpointId, WhenFull
 
 EVERY_S = 10.0
@@ -47,7 +48,7 @@ def test_a_tier_that_falls_behind_is_reported_once_and_early(
     assert [m for m in warnings(caplog) if "at this cadence" in m] == [warnings(caplog)[0]]
     behind = world.coordinator.backlog.behind["store"]
     assert behind == pytest.approx(3600 / EVERY_S - 3600 / 12.5, rel=0.02)
-    assert f"store is {behind:.1f} checkpoints behind in an hour" in warnings(caplog)[0]
+    assert f"store is {format_count(behind)} checkpoints behind in an hour" in warnings(caplog)[0]
 
 
 def test_saves_that_wait_for_room_do_not_make_the_cadence_look_slower() -> None:
