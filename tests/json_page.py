@@ -6,11 +6,14 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
+
+from tierfall.telemetry.figures import FIGURES, Statistics
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "json.md"
 _ROW = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| [^|]+ \|$", re.MULTILINE)
 _BASE = re.compile(r"^The fields of a \[.*\]\(#(.*)\), and:$", re.MULTILINE)
+_FIGURES = re.compile(r"^The figures of a (tier|run)\b", re.MULTILINE)
 _ENVELOPE = "every-document"
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -20,6 +23,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "object": (dict,),
 }
+_NAMES = {int: "integer", float: "number", str: "text", bool: "boolean", type(None): "null"}
 Seen = set[tuple[str, str]]
 
 
@@ -38,9 +42,25 @@ def sections() -> dict[str, dict[str, str]]:
             found[name.replace(" ", "-")] = rows
             if base := _BASE.search(part):
                 bases[name.replace(" ", "-")] = base[1]
+            if figures := _FIGURES.search(part):
+                bases[name.replace(" ", "-")] = f"figures of a {figures[1]}"
+    found |= {f"figures of a {of}": _figures(of) for of in ("tier", "run")}
     for name, base in bases.items():
         found[name] = found[base] | found[name]
     return {name.lower(): rows for name, rows in found.items()}
+
+
+def _figures(of: str) -> dict[str, str]:
+    """The figures of a tier, or those of a run that have one value, with their types as they are declared."""
+    hints = get_type_hints(Statistics)
+    found = {}
+    for name, figure in FIGURES.items():
+        if figure.per == (of if of == "tier" else None):
+            hint = hints.get(name) or get_type_hints(getattr(Statistics, name).fget)["return"]
+            hint = get_args(hint)[1] if figure.per else hint
+            kinds = [_NAMES[each] for each in get_args(hint) or (hint,)]
+            found[name] = " or ".join((*kinds, "absent"))
+    return found
 
 
 def faults(document: dict[str, Any], command: str, seen: Seen) -> list[str]:
