@@ -30,9 +30,8 @@ import torch
 
 import tierfall
 from tests.memory_backend import MemoryBackend
-from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend, PosixWriter
 from tierfall.backends.posix.folders import Entry
-from tierfall.backends.posix.writer import PosixWriter
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.flush.coordinator import Coordinator
 from tierfall.core.format.records import parse_commit

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.posix.writer import PosixWriter
+from tierfall.backends.posix.backend import PosixBackend, PosixWriter
 
 LONG_S = 60.0
 CALLS = ("create", "read_into", "scan", "stat", "delete", "delete_some", "sync", "close")

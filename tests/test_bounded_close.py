@@ -121,7 +121,7 @@ def test_ctrl_c_in_close_waits_for_no_tier(
 PROGRAM = """
 import json, sys, threading
 import torch, tierfall
-from tierfall.backends.posix.writer import PosixWriter
+from tierfall.backends.posix.backend import PosixWriter
 from tierfall.setup import tiers
 
 tiers.ANSWER_S = 0.5

@@ -18,8 +18,7 @@ from tests.object_store import SeaweedFS
 from tests.steps import blank, files_below, state_of, step_in
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
-from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.posix.writer import PosixWriter
+from tierfall.backends.posix.backend import PosixBackend, PosixWriter
 from tierfall.config import load_config
 from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.format.records import Attempt

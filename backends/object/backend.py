@@ -6,18 +6,16 @@ throttle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from hashlib import md5
 
-from tierfall.backends.object.client import BareAbsenceError, ObjectClient
-from tierfall.backends.object.writers import (
-    PART_BYTES_MIN,
-    BufferedWriter,
-    MultipartWriter,
-    OrderedWriter,
-)
-from tierfall.backends.toolkit.base import BackendBase, Extent
+from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Stream
+from tierfall.backends.toolkit.base import BackendBase, Coverage, Extent, WriterBase, WriterState
 from tierfall.backends.toolkit.keys import (
     check_key,
     check_prefix,
@@ -25,8 +23,8 @@ from tierfall.backends.toolkit.keys import (
     is_unfinished,
     unfinished_name,
 )
-from tierfall.backends.toolkit.views import flat
-from tierfall.core.types.backend import Publish, StoredObject, Traits, Writer
+from tierfall.backends.toolkit.views import copy_bytes, flat
+from tierfall.core.types.backend import PARTS_MAX, Publish, StoredObject, Traits, Writer, part_bytes
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -197,3 +195,365 @@ class ObjectStoreBackend(BackendBase):
 
     def _full(self, key: str) -> str:
         return self._client.prefix + key
+
+
+# Amazon S3's bound for a part of an upload.
+PART_BYTES_MIN = 5 * 1024 * 1024
+# Up to this length one put is faster than the three requests of a multipart upload.
+SINGLE_BYTES_MAX = 8 * 1024 * 1024
+# A longer object cannot be created conditionally: only a single put was probed at open.
+CONDITIONAL_BYTES_MAX = 64 * 1024 * 1024
+
+
+class ObjectWriterBase(WriterBase):
+    """Writes one new object. ``active`` are the ids of the unfinished objects of active writers. A subclass takes the
+    bytes."""
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        active: set[str],
+        key: str,
+        *,
+        extent: Extent,
+        publish: Publish,
+    ) -> None:
+        super().__init__(key, client.place, extent=extent, publish=publish)
+        self._client = client
+        self._active = active
+        self._full_key = client.prefix + key
+        self._kept: dict[int, bytearray] = {}
+        """Bytes in memory, by their offset."""
+        self._keep_bytes_max = (
+            CONDITIONAL_BYTES_MAX if publish is Publish.IF_ABSENT else SINGLE_BYTES_MAX
+        )
+        """The most bytes that are kept in memory for a single put."""
+        self._unfinished = ""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        data = flat(view)
+        with self._lock:
+            self._check_open("write")
+            try:
+                self._extent.check_range(self._what("write"), offset, data.nbytes)
+                send = self._add(offset, data)
+            except BaseException:
+                self._die()
+                raise
+        if send is not None:
+            send()
+
+    @abstractmethod
+    def _add(self, offset: int, data: memoryview) -> Callable[[], None] | None:
+        """Take bytes, under the lock; return a call that sends them, or None."""
+
+    def _on_published(self) -> None:
+        self._kept.clear()
+        self._active.discard(self._unfinished)
+
+    def _remove(self) -> None:
+        """Remove the unfinished object from the store."""
+        if self._unfinished:
+            self._client.abort(self._full_key, self._unfinished, self._what("abort"))
+
+    def _die(self) -> None:
+        self._state = WriterState.DEAD
+        self._kept.clear()
+        with suppress(BackendError):
+            self._remove()
+        self._active.discard(self._unfinished)
+
+    def _keep(self, offset: int, data: memoryview) -> None:
+        kept = bytearray(data.nbytes)
+        with memoryview(kept) as target:
+            copy_bytes(target, data)
+        self._kept[offset] = kept
+
+    def _joined(self) -> bytes | bytearray:
+        kept = [piece for _, piece in sorted(self._kept.items())]
+        return kept[0] if len(kept) == 1 else b"".join(kept)
+
+    def _put_whole(self, what: str) -> None:
+        self._client.put(self._full_key, memoryview(self._joined()), self._publish_mode, what)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """A numbered part; sent once it has an etag."""
+
+    offset: int
+    size_bytes: int
+    etag: str = ""
+
+
+class MultipartWriter(ObjectWriterBase):
+    """Writes one new object by a single put or a multipart upload; see ``core.types.backend.Writer``.
+
+    Every ``write`` of a large object is one part, and has been sent when the call returns: parts are sent in any order
+    and from several threads, without a copy. A part's number follows from its offset. Bytes too few for a part are kept
+    in memory until ``publish``: the last bytes of a large object, or all of a small one.
+
+    If the answer to the completion of an upload is lost, the request is retried. If the store no longer knows the
+    upload then, it may have completed it the first time; the writer is dead, and the caller writes a new object.
+    """
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        active: set[str],
+        key: str,
+        *,
+        extent: Extent,
+        publish: Publish,
+    ) -> None:
+        super().__init__(client, active, key, extent=extent, publish=publish)
+        self._begin_lock = threading.Lock()
+        self._parts: dict[int, _Part] = {}
+        self._there: Mapping[int, tuple[str, int]] = {}
+        """Parts that an earlier writer has sent of the upload: etag and bytes. An etag is usually the part's MD5; a
+        part with another etag is sent again."""
+        self._stride_bytes = part_bytes(extent.most_bytes or 0, PART_BYTES_MIN)
+
+    def abort(self) -> None:
+        """See ``Writer``. An upload that can be resumed keeps its parts: the store lists them."""
+        resumes = self._publish_mode is Publish.RESUME and self._parts_of(self._unfinished)
+        with self._lock:
+            if resumes and self._state is WriterState.OPEN:
+                self._active.discard(self._unfinished)
+                self._unfinished = ""
+        super().abort()
+
+    def _parts_of(self, upload: str) -> Mapping[int, tuple[str, int]]:
+        """Return the parts of an upload; none where it is gone, or the store does not list them."""
+        if upload:
+            with suppress(BackendError):
+                return self._client.parts(self._full_key, upload, self._what("list the parts of"))
+        return {}
+
+    def _add(self, offset: int, data: memoryview) -> Callable[[], None] | None:
+        end = offset + data.nbytes
+        if not data.nbytes:
+            return None
+        if not self._is_part(end, data.nbytes):
+            self._check_kept_bytes(offset, data.nbytes)
+            self._keep(offset, data)
+            return None
+        number = offset // self._stride_bytes + 1
+        part = self._parts.setdefault(number, _Part(offset=offset, size_bytes=data.nbytes))
+        if number > PARTS_MAX or (part.offset, part.size_bytes) != (offset, data.nbytes):
+            raise BackendError(
+                f"{self._what('write')}: bytes {offset} to {end} make too many parts; there may be {PARTS_MAX}: give "
+                f"length or length_max at create, and write {self._stride_bytes} bytes or more at a time"
+            )
+        return partial(self._send, number, part, data)
+
+    def _is_part(self, end: int, size_bytes: int) -> bool:
+        length = self._extent.length
+        if self._publish_mode is Publish.IF_ABSENT:
+            return False
+        if length is None:
+            return size_bytes >= PART_BYTES_MIN
+        return length > SINGLE_BYTES_MAX and (size_bytes >= PART_BYTES_MIN or end == length)
+
+    def _check_kept_bytes(self, offset: int, size_bytes: int) -> None:
+        others = sum(len(each) for start, each in self._kept.items() if start != offset)
+        if others + size_bytes > self._keep_bytes_max:
+            raise BackendError(
+                f"{self._what('write')}: {size_bytes} bytes at {offset} are too few for a part (part_bytes_min: "
+                f"{PART_BYTES_MIN}), and with the {others} kept before too many for a single put"
+            )
+
+    def _send(self, number: int, part: _Part, data: memoryview) -> None:
+        what = self._what(f"write part {number} of")
+        try:
+            upload = self._begun()
+            etag, size_bytes = self._there.get(number, ("", -1))
+            if (
+                size_bytes == data.nbytes
+                and etag.strip('"') == md5(data, usedforsecurity=False).hexdigest()
+            ):
+                part.etag = etag
+            else:
+                part.etag = self._client.put_part(self._full_key, upload, number, data, what)
+        except BackendError as error:
+            if not error.retryable:
+                self.abort()
+            raise
+        except BaseException:
+            self.abort()
+            raise
+        with self._lock:
+            is_dead = self._state is WriterState.DEAD
+        if is_dead:
+            # Aborted meanwhile: a part that arrives after the abort may still exist.
+            with suppress(BackendError):
+                self._remove()
+            self._refuse("write")
+
+    def _begun(self) -> str:
+        """Begin the upload, once. If the answer is lost, ``discard_unfinished`` removes the upload."""
+        with self._begin_lock:
+            self._check_open("write")
+            if not self._unfinished:
+                begun = self._left() or self._client.begin(self._full_key, self._what("begin"))
+                self._active.add(begun)
+                with self._lock:
+                    self._unfinished = begun
+                    is_dead = self._state is WriterState.DEAD
+                if is_dead:
+                    # Aborted before the upload had an id, so that it was not removed then.
+                    self._die()
+                    self._refuse("write")
+            return self._unfinished
+
+    def _left(self) -> str:
+        """Find an upload of this key that nobody writes any more, and its parts; '' if there is none."""
+        if self._publish_mode is not Publish.RESUME:
+            return ""
+        what = self._what("look for a begun upload of")
+        for key, upload in self._client.pending(self._full_key, what):
+            if key == self._full_key and upload not in self._active:
+                self._there = self._parts_of(upload)
+                if self._there:
+                    return upload
+        return ""
+
+    def _finish(self, what: str) -> None:
+        fault = self._fault()
+        if fault:
+            raise BackendError(f"{what}: {fault}; write every byte first, and once")
+        if self._parts:
+            self._send_last(what)
+            done = [(number, part.etag) for number, part in sorted(self._parts.items())]
+            self._client.complete(self._full_key, self._unfinished, done, what)
+        else:
+            self._put_whole(what)
+
+    def _fault(self) -> str | None:
+        """Return why the parts and the kept bytes are not the whole object, or None."""
+        spans = [(part.offset, part.size_bytes) for part in self._parts.values() if part.etag]
+        spans += [(offset, len(kept)) for offset, kept in self._kept.items()]
+        end = 0
+        for offset, size_bytes in sorted(spans):
+            if offset != end:
+                return f"{'a hole' if offset > end else 'bytes written twice'} at byte {end}"
+            end += size_bytes
+        if len(spans) != len(self._parts) + len(self._kept):
+            return "a part was never taken"
+        if self._extent.length not in (None, end):
+            return f"{end} of {self._extent.length} bytes were written"
+        return None
+
+    def _send_last(self, what: str) -> None:
+        """Send the kept bytes as the last part."""
+        end = max(part.offset + part.size_bytes for part in self._parts.values())
+        if any(offset < end for offset in self._kept):
+            raise BackendError(
+                f"{what}: only the last piece may be below part_bytes_min ({PART_BYTES_MIN} bytes)"
+            )
+        last = self._joined()
+        if not last:
+            return
+        number = end // self._stride_bytes + 1
+        number += number == max(self._parts)
+        etag = self._client.put_part(
+            self._full_key, self._unfinished, number, memoryview(last), what
+        )
+        self._parts[number] = _Part(offset=end, size_bytes=len(last), etag=etag)
+        self._kept.clear()
+
+
+class OrderedWriter(ObjectWriterBase):
+    """Writes one new object where single parts cannot be sent again: its bytes in rising order, through one stream; see
+    ``Writer`` under ``ordered_writes``.
+
+    An object that is small, or created conditionally, is kept in memory for a single put, which can be retried. A
+    stream that failed cannot be continued, because its earlier bytes are lost: the writer is dead, and the error is not
+    retryable. The caller writes a new object."""
+
+    _stream: Stream | None = None
+    _end = 0
+
+    def _add(self, offset: int, data: memoryview) -> None:
+        what = self._what("write")
+        if offset != self._end:
+            raise BackendError(
+                f"{what}: bytes {offset} to {offset + data.nbytes} do not follow the {self._end} before; this store "
+                "accepts bytes in rising order only (ordered_writes)"
+            )
+        if not data.nbytes:
+            return
+        end = offset + data.nbytes
+        if self._stream is None and end <= self._keep_bytes_max:
+            self._keep(offset, data)
+        else:
+            with _not_retryable():
+                self._open_stream(what).write(data)
+        self._end = end
+
+    def _open_stream(self, what: str) -> Stream:
+        """Open the stream, once, and write the kept bytes to it."""
+        if self._publish_mode is Publish.IF_ABSENT:
+            raise BackendError(
+                f"{what}: too many bytes for a single put, and only that can create conditionally; at most "
+                f"{CONDITIONAL_BYTES_MAX} bytes"
+            )
+        if self._stream is None:
+            self._stream = self._client.open_stream(self._full_key, self._extent.most_bytes, what)
+            self._unfinished = self._stream.unfinished
+            self._active.add(self._unfinished)
+            for _, piece in sorted(self._kept.items()):
+                self._stream.write(memoryview(piece))
+            self._kept.clear()
+        return self._stream
+
+    def _finish(self, what: str) -> None:
+        if self._extent.length not in (None, self._end):
+            raise BackendError(
+                f"{what}: {self._end} of {self._extent.length} bytes were written; write every byte first"
+            )
+        if self._stream is None:
+            self._put_whole(what)
+            return
+        with _not_retryable():
+            self._stream.finish()
+
+    def _remove(self) -> None:
+        if self._stream is not None:
+            self._stream.abort()
+
+
+class BufferedWriter(ObjectWriterBase):
+    """Writes one new object to a store that takes objects only whole: keeps its bytes in memory, which may be written
+    in any order and again, for a single put."""
+
+    @cached_property
+    def _coverage(self) -> Coverage:
+        return Coverage()
+
+    def _add(self, offset: int, data: memoryview) -> None:
+        end = offset + data.nbytes
+        kept = self._kept.setdefault(0, bytearray(self._extent.length or 0))
+        kept.extend(bytes(max(0, end - len(kept))))
+        with memoryview(kept) as target:
+            copy_bytes(target[offset:end], data)
+        self._coverage.add(offset, end)
+
+    def _finish(self, what: str) -> None:
+        fault = self._coverage.missing(self._extent.length)
+        if fault:
+            raise BackendError(f"{what}: {fault}; write every byte first")
+        self._put_whole(what)
+
+
+@contextmanager
+def _not_retryable() -> Iterator[None]:
+    """Raise a retryable error as one that is not: the stream is lost."""
+    try:
+        yield
+    except BackendError as error:
+        if not error.retryable:
+            raise
+        raise BackendError(
+            f"{error}; a stream that failed cannot be continued: write a new object"
+        ) from error

@@ -51,7 +51,13 @@ class WritableStore(Protocol):
     """The methods of a stored tier that writing an image needs."""
 
     def create_shard(
-        self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        cut: Geometry,
+        pieces: Spliced,
+        *,
+        attempt_id: str | None = None,
     ) -> ImageUpload: ...
 
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None: ...

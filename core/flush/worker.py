@@ -53,11 +53,10 @@ from tierfall.core.flush.tasks import (
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import files_of, image_file, shards_of
 from tierfall.core.format.decided import FENCE_VALID_S, Decided, DecidedList
-from tierfall.core.format.documents import Spliced, read_twice
+from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import (
     Attempt,
     Commit,
-    Geometry,
     Manifest,
     parse_manifest,
 )
@@ -86,16 +85,6 @@ class DecidedStore(Protocol):
 
 class TaskStore(ReadableStore, WritableStore, Protocol):
     """What tasks call of a stored tier. ``tiers/stored.py:StoredTier`` implements it. All methods block."""
-
-    def create_shard(
-        self,
-        checkpoint: CheckpointId,
-        shard: Shard,
-        cut: Geometry,
-        pieces: Spliced,
-        *,
-        attempt_id: str | None = None,
-    ) -> ImageUpload: ...
 
     @property
     def decided(self) -> DecidedStore: ...

@@ -152,7 +152,7 @@ def test_a_link_in_place_of_an_unfinished_object_is_not_written_through(
     linked: PosixBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tierfall.backends.posix.writer.unfinished_name",
+        "tierfall.backends.posix.backend.unfinished_name",
         lambda leaf: ".tierfall-1-0123456789abcdef.part",
     )
     outside = root_of(linked).parent / "outside"

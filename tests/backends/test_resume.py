@@ -12,8 +12,7 @@ import pytest
 from tests.object_store import SeaweedFS
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
-from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.posix.writer import PosixWriter
+from tierfall.backends.posix.backend import PosixBackend, PosixWriter
 from tierfall.core.types.backend import Backend, Publish, Writer
 from tierfall.core.types.errors import BackendError
 

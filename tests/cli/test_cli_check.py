@@ -63,7 +63,7 @@ def test_what_a_tier_promises_is_reported_in_words(
 def test_a_tier_that_fails_on_the_way_keeps_nothing(
     cli: Cli, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tierfall.backends.posix.writer import PosixWriter
+    from tierfall.backends.posix.backend import PosixWriter
 
     def fail(*words: object, **more: object) -> None:
         raise StorageFullError("no space here")

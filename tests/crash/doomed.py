@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend, PosixWriter
 from tierfall.backends.posix.folders import Folders
-from tierfall.backends.posix.writer import PosixWriter
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.flush.coordinator import Coordinator
 from tierfall.core.flush.memory import Admissions, Superseder

@@ -19,7 +19,7 @@ from tests.core.fake_device import FakeLocks
 from tests.steps import wait_until
 from tests.tiers.host_help import DEVICE, MIB, host_in, prepare, put
 from tests.tiers.test_image_file import resident_bytes
-from tierfall.tiers import image_file, preparation
+from tierfall.tiers import image_file
 
 PATIENCE_S = 20.0
 PIECE = MIB
@@ -29,7 +29,7 @@ PIECE = MIB
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_file, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(image_file, "TOUCH_BYTES", PIECE // 4)
-    monkeypatch.setattr(preparation, "BUSY_S", 0.001)
+    monkeypatch.setattr("tierfall.tiers.host.BUSY_S", 0.001)
 
 
 # What waits for nothing ------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_no_long_rest_follows_what_was_prepared(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread rests as long as it has worked. The long rest is for an image that is being filled."""
-    monkeypatch.setattr(preparation, "BUSY_S", 100 * PATIENCE_S)
+    monkeypatch.setattr("tierfall.tiers.host.BUSY_S", 100 * PATIENCE_S)
     host = host_in(folder, capacity_bytes=64 * MIB)
     assert put(host, b"i" * (30 * MIB)) is not None
     prepare(host)
@@ -147,7 +147,7 @@ def test_refused_page_lock_is_reported_once_and_work_goes_on(
 def test_closing_does_not_wait_for_what_is_not_prepared(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "REST_S", PATIENCE_S)
+    monkeypatch.setattr("tierfall.tiers.host.REST_S", PATIENCE_S)
     host = host_in(folder, capacity_bytes=256 * MIB)
     put(host, b"i" * (64 * MIB))
     began = time.monotonic()
@@ -176,8 +176,8 @@ def test_a_process_killed_while_memory_is_prepared_loses_nothing(folder: Path) -
     config = config_of(folder, "256MiB")
     program = f"""
         import os, signal, torch, tierfall
-        from tierfall.tiers import preparation
-        preparation.REST_S = 5.0  # many seconds until all is prepared
+        from tierfall.tiers import host
+        host.REST_S = 5.0  # many seconds until all is prepared
         with tierfall.open({config!r}) as ckpt:
             ckpt.save(1, {{"x": torch.arange(1000.0)}}).captured()
             os.kill(os.getpid(), signal.SIGKILL)

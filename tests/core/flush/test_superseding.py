@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.world import World, file_rules
-from tierfall.backends.object.writers import BufferedWriter
+from tierfall.backends.object.backend import BufferedWriter
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.flush.tasks import (
     CopyRun,

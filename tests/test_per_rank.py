@@ -9,7 +9,6 @@ import torch
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import merge_headers
-from tierfall.core.image.per_rank import TensorPair, separate_per_rank
 from tierfall.core.image.tree import (
     MapNode,
     ModuleNode,
@@ -19,6 +18,7 @@ from tierfall.core.image.tree import (
     ValueNode,
 )
 from tierfall.core.tensors.dtensor import TensorPiece
+from tierfall.export.gather import TensorPair, separate_per_rank
 
 
 def header(tensors: Sequence[StoredTensor], values: Sequence[Any], **entries: Node) -> ImageHeader:
