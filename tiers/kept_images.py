@@ -186,12 +186,9 @@ class KeptFolder:
                     if file.damage is not None:
                         raise file.damage
                     region = file.region
-                    if region is not None and region.sealed_as is not None:
+                    if region is not None and (seal := region.sealed_as) is not None:
                         commit = parse_commit(region.commit(), what=f"commit record in {path}")
-                        image = ImageHere(
-                            path=path, run=self.run, seal=region.sealed_as, commit=commit
-                        )
-                        found.append(image)
+                        found.append(ImageHere(path=path, run=self.run, seal=seal, commit=commit))
             except KeyNotFoundError:
                 continue
             except TierfallError as error:

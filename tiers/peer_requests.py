@@ -184,13 +184,8 @@ class Requests:
     def _list(self) -> bytes:
         images, problems = self._images.folder.images()
         rows = [
-            [
-                image.path.name,
-                image.shard.rank,
-                image.shard.world_size,
-                image.commit.encode().decode(),
-            ]
-            for image in images
+            [i.path.name, i.shard.rank, i.shard.world_size, i.commit.encode().decode()]
+            for i in images
         ]
         return json.dumps([rows, [[_kind(each), str(each)] for each in problems]]).encode()
 

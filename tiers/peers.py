@@ -91,10 +91,8 @@ class PeerCache(StoredTier):
         if listing.error is not None:
             raise listing.error
         found = listing.copy(checkpoint)
-        if found is None and self.is_committed(
-            checkpoint
-        ):  # by this rank, and nothing is kept here
-            return copy_of(self.written_commit(checkpoint))
+        if found is None and checkpoint in self._written:  # and nothing of it is kept here
+            return copy_of(self._written[checkpoint])
         return found
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
-from tierfall.backends.wrappers.limit import Limited
+from tierfall.backends.wrappers.base import Limited, Wrapper, WriterWrapper
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
 from tierfall.core.types.errors import BackendError

@@ -166,18 +166,6 @@ class OnError(StrEnum):
     RAISE = "raise"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByteRange:
-    """Bytes from ``start`` up to but excluding ``end``."""
-
-    start: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        return self.end - self.start
-
-
 class ExportFormat(StrEnum):
     """The format of an export."""
 

@@ -11,6 +11,7 @@ Later saves reuse the layout without a message, and read a part of the replicas 
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import operator
@@ -50,7 +51,6 @@ from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import TargetCache
 from tierfall.core.runtime.conditions import Conditions
-from tierfall.core.runtime.gc_pause import gc_paused
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
@@ -677,3 +677,20 @@ class Layouts:
         others = [kept for kept in self._planned if kept.structure != planned.structure]
         self._planned = [planned, *others[: LAYOUTS_KEPT - 1]]
         return planned
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Disable Python's garbage collection in all threads, and restore the previous setting. Not for blocks that may
+    wait.
+
+    A save creates many small objects, nearly all short-lived, which count towards the next collection. A full one takes
+    250 ms in a process that has imported torch, while training waits.
+    """
+    was_enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tierfall
-from tierfall.core.runtime.gc_pause import gc_paused
+from tierfall.run.saver import gc_paused
 
 
 @pytest.fixture(autouse=True)
