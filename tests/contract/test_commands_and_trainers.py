@@ -162,6 +162,7 @@ def test_what_a_killed_trainer_did_not_heed_any_more_is_done_by_the_next_start(
     trainer = train()
     for step in (1, 2):
         trainer.tell(f"save {step}")
+    trainer.program.signal(signal.SIGSTOP)  # as a machine that hangs, and is lost
     place.cli("rm", "1")
     place.cli("pin", "2")
     trainer.kill()
