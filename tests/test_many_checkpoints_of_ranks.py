@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from tests.test_many_checkpoints import MANY, multiply
 from tierfall.backends import toolkit
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.run import session
-from tierfall.run.checkpointer import Checkpointer
+from tierfall.run import closing, session
+from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.setup.start import Start
 
@@ -209,9 +210,17 @@ def test_a_restore_goes_on_with_what_was_not_read(
         close_all(opened)
 
 
+@pytest.mark.parametrize(("failed", "max_wait"), [("", "2s"), ("out of memory", "60s")])
 def test_close_waits_for_no_rank_that_died_before_it_had_read_every_record(
-    run: Run, shelf: Shelf, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    shelf: Shelf,
+    ranks: list[Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+    failed: str,
+    max_wait: str,
 ) -> None:
+    """Nor does it wait for longer than FAILED_S at each meeting of the ranks if the training has failed."""
+    monkeypatch.setattr(closing, "FAILED_S", 0.5)
     many(run, shelf, MANY)
     real, dead = session.agree_on_rest, threading.Event()
 
@@ -221,11 +230,11 @@ def test_close_waits_for_no_rank_that_died_before_it_had_read_every_record(
         return real(tiers, *words)
 
     monkeypatch.setattr(session, "agree_on_rest", agree)
-    run.max_wait = "2s"
+    run.max_wait = max_wait
     opened = run.open(ranks)
     assert restored(opened) == {MANY}
     began_s = time.monotonic()
-    errors = on_all([one.close for one in opened[:2]])
+    errors = on_all([partial(open_run_of(one).close, failed) for one in opened[:2]])
     assert time.monotonic() - began_s < 10.0  # ``open`` would wait for 12 s
     assert ["are not waited for" in str(error) for error in errors] == [True, True], errors
     assert shelf.steps() == [*range(1, MANY + 1)]

@@ -235,7 +235,7 @@ class KeptImages:
 
     def __init__(self, folder: KeptFolder, slot: int, *, adopts_from: float = math.inf) -> None:
         """The files of this process are those of its ``slot``, and of the slots of earlier starts from ``adopts_from``
-        on. They are opened when one is needed first: the run's lock is held then."""
+        on. They are opened when one is needed first."""
         self.folder = folder
         self._slot = slot
         self._adopts_from = adopts_from
@@ -497,7 +497,10 @@ class KeptImages:
         with ExitStack() as closing:  # one that fails keeps no other open
             closing.callback(self._close_files, keep=keep)
             if not keep:
-                self._open()
+                try:
+                    self._open()
+                except (LockError, ConfigError) as error:  # a later start has them
+                    logger.warning("peers: what is kept for other nodes stays: %s", error)
 
     def _close_files(self, *, keep: bool) -> None:
         with self._making, ExitStack() as closing:

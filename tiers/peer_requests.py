@@ -437,12 +437,9 @@ class PeerClient:
     def _connect(self, what: str, deadline_s: float) -> Connection:
         if self._closed:
             raise BackendError(f"{what}: it is closed")
+        timeout_s = _left_s(deadline_s)
         return connect_as(
-            self._sender,
-            self._address,
-            self._secret,
-            run=self._run,
-            timeout_s=_left_s(deadline_s),
+            self._sender, self._address, self._secret, run=self._run, timeout_s=timeout_s
         )
 
     def close_inherited(self) -> None:

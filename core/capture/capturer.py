@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from tierfall.core.capture.barrier import Barrier, ignore_step
+from tierfall.core.capture.barrier import Barrier, StorageWatch, ignore_step
 from tierfall.core.capture.copier import as_exception
 from tierfall.core.capture.lazy_evidence import LazyEvidence
 from tierfall.core.capture.snapshot import CaptureFailed, CaptureSealed, Snapshot
-from tierfall.core.capture.storage_watch import StorageWatch
 from tierfall.core.format.commit_files import raw_files
 from tierfall.core.format.records import Commit
 from tierfall.core.runtime.holds import Holds

@@ -60,15 +60,16 @@ class SaveHandle:
         before_wait: Callable[[float | None], None] | None = None,
         callbacks: CallbackThread | None = None,
         clock: Callable[[], float] = time.monotonic,
+        began_s: float | None = None,
     ) -> None:
         """``before_wait`` is called with the timeout, in seconds, before a wait begins: it helps the capture to end.
-        ``callbacks`` is the thread of the functions of ``add_done_callback`` (None: one of this handle)."""
+        ``callbacks`` is the thread of the functions of ``add_done_callback`` (None: one of this handle). ``began_s`` is
+        when ``save`` was called, by ``clock`` (None: now)."""
         self._checkpoint = checkpoint
         self._tiers = tiers
         self._in_memory = in_memory
         self._clock = clock
-        self.began_s = clock()
-        """When ``save`` was called, by ``clock``."""
+        self.began_s = clock() if began_s is None else began_s
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may ask while its thread is in here
         self._waiting: list[InterruptibleEvent] = []

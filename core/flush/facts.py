@@ -433,20 +433,17 @@ class Ledger:
         group: Group | None = None,
     ) -> None:
         """``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as in ``note_partial``.
-        ``scattered`` checkpoints are complete, but not on one tier that all ranks reach: they can be restored, and are
-        not flushed, as some rank may have no image of them. ``on_few_nodes`` is as in ``View``, by tier. ``decided`` is
-        what is decided by the lists of all tiers together, the same on all ranks. ``has_begun``: this start has
-        restored, or begins anew, or has committed a checkpoint; before, rules delete nothing. ``lags``: a listing of
-        this start was incomplete, and rules delete nothing. ``reading`` counts a checkpoint's readers: meanwhile only a
-        command deletes its stored copies. One that could not be read counts as read to the end. ``restoring``: a
-        restore reads the tiers. ``failing`` tells why tiers accept no copies at present, on this rank or another;
-        ``stuck`` has the copy of another rank that a tier does not accept. ``fenced`` is the error that reports a newer
-        attempt: this process writes nothing more. ``memory_is_short``: the last save that requested a region found no
-        room. ``deadlines`` are the times by which drains are to be done, by who asked. ``admitted`` are the copies that
-        rank 0 has begun, in their order; ``committing`` those that all ranks have uploaded, while rank 0 waits for
-        their commit records. ``lost_saves`` and ``lost_copies`` tell why all ranks have given up a save or a copy, as
-        this rank may begin it later. ``now_s`` is the time of the present step. ``evaluated_at`` is the training step
-        of the last evaluation: earlier checkpoints may lack its metrics."""
+        ``has_begun``: this start has restored, or begins anew, or has committed a checkpoint; before, rules delete
+        nothing. ``lags``: a listing of this start was incomplete, and rules delete nothing. ``reading`` counts a
+        checkpoint's readers: meanwhile only a command deletes its stored copies. One that could not be read counts as
+        read to the end. ``restoring``: a restore reads the tiers. ``failing`` tells why tiers accept no copies at
+        present, on this rank or another; ``stuck`` has the copy of another rank that a tier does not accept. ``fenced``
+        is the error that reports a newer attempt: this process writes nothing more. ``memory_is_short``: the last save
+        that requested a region found no room. ``deadlines`` are the times by which drains are to be done, by who asked.
+        ``admitted`` are the copies that rank 0 has begun, in their order; ``committing`` those that all ranks have
+        uploaded, while rank 0 waits for their commit records. ``lost_saves`` and ``lost_copies`` tell why all ranks
+        have given up a save or a copy, as this rank may begin it later. ``now_s`` is the time of the present step.
+        ``evaluated_at`` is the training step of the last evaluation: earlier checkpoints may lack its metrics."""
         self.entries = LedgerEntries()
         self._open: dict[CheckpointId, LedgerEntry] = {}
         self.lineage = AbandonedLines()
@@ -529,7 +526,10 @@ class Ledger:
         scattered: frozenset[CheckpointId] = frozenset(),
         on_few_nodes: Mapping[str, Mapping[CheckpointId, bool]] = MappingProxyType({}),
     ) -> None:
-        """Add the checkpoints that were found on tiers, and what else the ranks have found at the start."""
+        """Add the checkpoints that were found on tiers. ``scattered`` ones are complete, but not on one tier that all
+        ranks reach: they can be restored, and are not flushed, as some rank may have no image of them.
+        ``on_few_nodes`` is as in ``View``, by tier. ``decided`` is what is decided by the lists of all tiers together,
+        the same on all ranks."""
         known, self.decided = tuple(known), decided
         self.scattered = scattered
         self.on_few_nodes = {

@@ -30,10 +30,9 @@ class FoundCopy:
     """A checkpoint with a commit record on a tier, or that something else there names.
 
     ``damage`` is the error of a copy that is damaged (``is_damage``), or could not be read, or is read later
-    (NotReadError). Without ``commit``, the
-    commit record has that error, is gone, or is another checkpoint's. With ``commit``, a file that the record names has
-    it, or the copy may not survive a power cut. Such a copy is read only if there is no better one, and
-    counts for nothing else. ``foreign``: another attempt of the same number saved it.
+    (NotReadError). Without ``commit``, the commit record has that error, is gone, or is another checkpoint's. With
+    ``commit``, a file that the record names has it, or the copy may not survive a power cut. Such a copy is read only
+    if there is no better one, and counts for nothing else. ``foreign``: another attempt of the same number saved it.
     ``on_peers``, of a copy in memory: peer memory has committed the checkpoint."""
 
     id: CheckpointId

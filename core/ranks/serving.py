@@ -25,9 +25,9 @@ ACCEPT_PAUSE_S = 0.5
 class Server:
     """Serves from its construction until ``close``, at the address of the socket ``listener``, which it owns.
 
-    ``serve`` is called with each connection that was admitted, and the name of its sender, on a thread of
-    its own. Once it returns, or raises OSError or WireError, the connection is closed. ``name`` is that of the service
-    in log lines and of its threads.
+    ``serve`` is called with each connection that was admitted, and the name of its sender, on a thread of its own.
+    Once it returns, or raises OSError or WireError, the connection is closed. ``name`` is that of the service in log
+    lines and of its threads.
     """
 
     def __init__(

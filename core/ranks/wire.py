@@ -252,8 +252,8 @@ def greet(connection: Connection, secret: bytes, *, run: str, sender: str) -> No
 
 
 def admit(connection: Connection, secret: bytes, *, run: str) -> str:
-    """Answer a ``greet``; return its sender. Raises AccessDeniedError, and tells the other side, where it
-    does not prove that it knows ``secret``."""
+    """Answer a ``greet``; return its sender. Raises AccessDeniedError, and tells the other side, if it does not prove
+    that it knows ``secret``."""
     hello, length = connection.receive(head_bytes_max=HANDSHAKE_BYTES_MAX)
     names = [hello.get(name) for name in ("sender", "nonce")]
     if length or not all(isinstance(name, str) and 0 < len(name) <= 256 for name in names):

@@ -259,7 +259,7 @@ def test_init_replaces_a_file_only_by_force(place: Place) -> None:
 def test_an_answer_that_does_not_fit_is_named_and_nothing_is_written(place: Place) -> None:
     for words in (
         *(["--every", "often"], ["--parameters", "7G"], ["--parameters", "7"]),
-        *(["--disk", "s3://x/y"], ["--run", "a/b"]),
+        *(["--disk", "s3://x/y"], ["--disk", "a,b"], ["--run", "a/b"]),
     ):
         assert words[0].lstrip("-") in init(place, *words, code=2).err
         assert not place.yaml.exists()

@@ -196,6 +196,17 @@ def test_two_processes_of_a_node_never_share_a_file(tmp_path: Path) -> None:
     other.close(keep=True)
 
 
+def test_the_end_of_a_process_leaves_what_the_next_start_has_taken(tmp_path: Path) -> None:
+    before = process(tmp_path)
+    receive(before, ONE)
+    before.close(keep=True)
+    ending, following = process(tmp_path), process(tmp_path)
+    receive(following, TWO)
+    ending.close(keep=False)
+    assert set(kept(tmp_path)) == {(ONE, 0), (TWO, 0)}
+    following.close(keep=True)
+
+
 def test_the_first_process_has_the_files_of_slots_that_are_no_more(tmp_path: Path) -> None:
     before = process(tmp_path, 3)
     receive(before, ONE, 1)

@@ -161,6 +161,8 @@ def parse_disk(text: str) -> str:
         raise ConfigError(f"{text!r} names no folder; expected folders, such as {DISK}")
     if is_address(place):
         raise ConfigError(f"{place} is no folder of this machine: name it by --far")
+    if "," in place:
+        raise ConfigError(f"{place!r} has a comma: give --disk once for each folder")
     return place
 
 

@@ -581,7 +581,7 @@ class OpenRun:
         try:
             try:
                 self.cadence.end()
-                session.wait_filled("close", left_s() / 2)
+                session.wait_filled("close", min(left_s() / 2, most_s))
                 updates, last = self.capturer.barrier.updates, self._last
                 plan, most_s = closing.agree_on_end(
                     session,

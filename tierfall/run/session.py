@@ -24,6 +24,7 @@ from tierfall.core.flush.tasks import AdmissionRequest, Command, CommandKind, Le
 from tierfall.core.flush.worker import TaskRunner, Workers
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
 from tierfall.core.format.records import Attempt
+from tierfall.core.ranks.agreement import LeftError
 from tierfall.core.ranks.message_tree import RankMessage
 from tierfall.core.restore.candidates import RestoreRequest, is_first_unread
 from tierfall.core.runtime.bounded_calls import BoundedCalls
@@ -165,9 +166,13 @@ class Session:
         if not self.filled.is_set:
             self._awaited.wait(AFTER_S)
             self.tiers.read_rest()
+            try:
+                self._start = agree_on_rest(self.tiers, self._start, self._gives_up)
+            except LeftError:
+                if not self.workers.stopping:
+                    raise
             if self.workers.stopping:
                 return
-            self._start = agree_on_rest(self.tiers, self._start, self._gives_up)
             self.displaced = bool(self._start.displaced)
             self._fill(self.coordinator.ledger, catalog_of(self.tiers, self._start, self._warned))
         self.coordinator.start()
@@ -462,8 +467,13 @@ class Session:
 
         is_held = self.tiers.hold_memory()
         self.status.close()
+
+        def wake() -> None:
+            self._gives_up.set()
+            self.call_soon(int)
+
         try:
-            stopped = self.workers.stop(lambda: self.call_soon(int), timeout_s)
+            stopped = self.workers.stop(wake, timeout_s)
             if stopped:
                 self._abort_writers(left_s())
             self.coordinator.stop(

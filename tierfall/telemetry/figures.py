@@ -139,14 +139,14 @@ class Statistics:
     )
     commit_seconds: Mapping[str, float] = _each(
         "time from the call of `save` until the commit, without saves of earlier starts; "
-        "divided by `commits` it is the mean",
+        "divided by `commits` it is their mean, if there were none of those",
         {events.Committed: lambda event: event.seconds or 0.0},
     )
     flushed_bytes: Mapping[str, int] = _each(
         "bytes of images that were copied to the tier", {events.FlushDone: _bytes}
     )
     flush_failures: Mapping[str, int] = _each(
-        "copies, or commit records, that could not be written; most are tried again",
+        "copies, or commit records, that failed or gave way to others; most are tried again",
         {events.FlushFailed: lambda event: 1, events.FlushStalled: lambda event: 1},
         unit="tries",
     )

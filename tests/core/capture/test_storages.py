@@ -24,8 +24,8 @@ from tests.core.capture.lazy_help import (
     warmed_up,
 )
 from tests.steps import wait_until
-from tierfall.core.capture import storage_watch
-from tierfall.core.capture.storage_watch import METHODS
+from tierfall.core.capture import barrier
+from tierfall.core.capture.barrier import METHODS
 from tierfall.core.types.errors import StateChangedError
 from tierfall.core.types.values import SaveOutcome
 
@@ -39,13 +39,13 @@ def methods() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a test does, torch is as it was afterwards. A run that a test elsewhere left open is put aside."""
-    for name, (original, _) in storage_watch._wrapped.items():
+    for name, (original, _) in barrier._wrapped.items():
         if original is None:
             monkeypatch.delattr(torch.UntypedStorage, name)
         else:
             monkeypatch.setattr(torch.UntypedStorage, name, original)
-    monkeypatch.setattr(storage_watch, "_watches", [])
-    monkeypatch.setattr(storage_watch, "_wrapped", {})
+    monkeypatch.setattr(barrier, "_watches", [])
+    monkeypatch.setattr(barrier, "_wrapped", {})
     before = methods()
     yield
     assert methods() == before
