@@ -163,9 +163,8 @@ class Fence:
             holder = None
         except TierfallError as error:
             holder = error
-        numbers = (
-            self.numbers()
-        )  # last, to keep the time between this check and the caller's change short
+        # last, to keep the time between this check and the caller's change short
+        numbers = self.numbers()
         newer = self._newest_above(attempt.number, numbers)
         if newer is not None:
             if newer.id in self._own:

@@ -637,7 +637,7 @@ class ImageFile:
         logged_s = time.monotonic()
         for start in range(self.room_bytes, room_bytes, RESERVE_BYTES):
             if stopped():
-                raise BackendError(f"{self.what}: reserving memory: host memory is closed")
+                raise BackendError(f"{self.what}: reserving memory: it is closed")
             length = min(RESERVE_BYTES, room_bytes - start)
             try:
                 os.posix_fallocate(self._fd, IMAGE_START + start, length)
@@ -707,7 +707,7 @@ def _take_lock(fd: int, what: str) -> None:
 
 
 def _what(path: Path) -> str:
-    return f"host memory {path}"
+    return f"image file {path}"
 
 
 def _remove(path: Path) -> str:

@@ -36,7 +36,12 @@ from tierfall.core.types.lineage import AttemptStart, abandoned_by
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.tiers.attempts import Fence, LineageRecords, start_from_name
 from tierfall.tiers.documents import Documents
-from tierfall.tiers.run_files import ContradictionError, LatestHint, SetIdentityCheck, TierMarker
+from tierfall.tiers.run_files import (
+    ContradictionError,
+    LatestHint,
+    SetIdentityCheck,
+    TierRecordFile,
+)
 
 FEW = 32
 """A listing with no more commit records than these is read whole."""
@@ -114,7 +119,7 @@ class TierCatalog:
         self._parallel = max(REQUESTS_AT_ONCE_MIN, at_once)
         self._names = names
         self.decided = DecidedFolder(documents)
-        self.marker = TierMarker(documents, set_identity_check, record)
+        self.marker = TierRecordFile(documents, set_identity_check, record)
         self.latest = LatestHint(documents, kept=has_latest)
         self.fence = Fence(documents, self.marker.recreate)
         self._lineage = LineageRecords(documents, self.fence)

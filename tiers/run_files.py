@@ -31,7 +31,7 @@ class ContradictionError(UnreachableError):
     """A listing shows a key, and the store answers that it is absent: what is there could not be read."""
 
 
-class TierMarker:
+class TierRecordFile:
     """The tier record of one run on one tier; ``last`` is the one that was read or written last."""
 
     def __init__(
@@ -50,9 +50,7 @@ class TierMarker:
         try:
             try:
                 self.last = self._read_once()
-            except (
-                IntegrityError
-            ):  # another rank may have replaced it between the stat and the read
+            except IntegrityError:  # another rank may have replaced it since the stat
                 self.last = read_twice(self._read_once)
         except KeyNotFoundError:
             return None

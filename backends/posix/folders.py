@@ -146,9 +146,8 @@ class Folders:
             if not self._is_same(root):
                 os.close(root)
                 return False
-            self._old_roots.append(
-                self._root
-            )  # kept open: other threads may use it, and their calls fail
+            # kept open: other threads may use it, and their calls fail
+            self._old_roots.append(self._root)
             self._root, self._identity = root, _identity(os.fstat(root))
             self._synced.clear()
             return True

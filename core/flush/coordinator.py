@@ -353,7 +353,7 @@ class Coordinator:
             self._collect_unfinished()
             self.verifier.tick(now_s, has_news=has_news)
             if has_news:
-                self.deleter.plan_changed()
+                self.deleter.schedule_changed()
             self.deleter.dispatch_planned()
         for bell, copies_only in list(self._idle_events.items()):
             if not (self._owes_copies() if copies_only else self.busy()):
@@ -461,7 +461,7 @@ class Coordinator:
         """A checkpoint that another process committed on a tier was added to the ledger."""
         if self.fenced is None:
             self._note_owed(entry)
-        self.deleter.plan_tier(tier)
+        self.deleter.schedule_plan(tier)
         self._on_committed(tier, entry)
 
     # Requests on the coordinator's thread, by ``LedgerQuery`` ----------------------------------------

@@ -123,7 +123,7 @@ class Decisions:
         self._delete_partial()
         for tier in self._lists:
             self._add_missing(tier)
-        self._deleter.plan_all_tiers()
+        self._deleter.schedule_all()
 
     # Commands --------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Decisions:
             self._check_deleted(command, entry)
         elif command.kind is CommandKind.PIN and (entry is None or _is_leaving(entry)):
             command.failed["tierfall"] = StepError(f"pin: {command.id} is just being dropped")
-        elif entry is not None and not self._is_noted(command, entry):
+        elif entry is not None and not self._settle(command, entry):
             return
         self._end(command)
 
@@ -208,7 +208,7 @@ class Decisions:
                 "deletes it there"
             )
 
-    def _is_noted(self, command: Command, entry: LedgerEntry) -> bool:
+    def _settle(self, command: Command, entry: LedgerEntry) -> bool:
         """Return whether a command's entry counts, or has failed. Else decide it again: another process has decided the
         opposite, by a higher number."""
         if any(command.entry in known.entries for known in self._lists.values()):
@@ -320,7 +320,7 @@ class Decisions:
         self._delete_partial()
         for tier in self._lists:
             self._add_missing(tier)
-        self._deleter.plan_all_tiers()
+        self._deleter.schedule_all()
 
     # Deleting --------------------------------------------------------------------------------------
 
@@ -413,7 +413,7 @@ class Decisions:
                 task.tier, task.entry.word, task.entry.checkpoint, outcome.error,
             )  # fmt: skip
         if task.entry.word is Word.DELETED:
-            self._deleter.plan_all_tiers()
+            self._deleter.schedule_all()
         for command in self._open:
             if command.entry == task.entry:
                 command.waiting.discard(task.tier)
@@ -473,11 +473,9 @@ class DamageReports:
         is_mended = repairable and tier not in self._ledger.peer_tiers
         logger.error(text, tier, entry.id, why, cure if is_mended else "")
         entry.note_damage(tier, why, repairable=repairable)
-        if not repairable:
-            entry.bytes = without(
-                entry.bytes, tier
-            )  # it is gone: no room can be made by its deletion
-        self._deleter.plan_tier(tier)
+        if not repairable:  # it is gone: no room can be made by its deletion
+            entry.bytes = without(entry.bytes, tier)
+        self._deleter.schedule_plan(tier)
         if repairable:
             self._note(entry, tier, why)
 

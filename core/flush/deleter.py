@@ -180,9 +180,9 @@ class Deleter:
         """Pause deletions while a restore reads the tiers, or resume them."""
         self._ledger.restoring = paused
         if not paused:
-            self.plan_all_tiers()
+            self.schedule_all()
 
-    def plan_tier(self, tier: str) -> None:
+    def schedule_plan(self, tier: str) -> None:
         """Schedule a plan of what is deleted from a tier; rank 0 makes it."""
         if self._group.decides and not self._cancelled:
             self._due.add(tier)
@@ -196,11 +196,11 @@ class Deleter:
     def trust(self) -> None:
         """Apply the rules of each tier once, as if every copy were verified, because a command says so."""
         self._trusted = set(self._leaving)
-        self.plan_all_tiers()
+        self.schedule_all()
 
-    def plan_all_tiers(self) -> None:
+    def schedule_all(self) -> None:
         for tier in self._leaving:
-            self.plan_tier(tier)
+            self.schedule_plan(tier)
 
     def busy(self) -> bool:
         """Return whether a deletion is in progress or is to be planned; failed deletions do not count."""
@@ -211,10 +211,10 @@ class Deleter:
         if self._applies_rules():
             for tier in [tier for tier, at in self._by_age_s.items() if now_s >= at]:
                 del self._by_age_s[tier]
-                self.plan_tier(tier)
+                self.schedule_plan(tier)
         for tier in [tier for tier, when in self._not_before_s.items() if now_s >= when]:
             del self._not_before_s[tier]
-            self.plan_tier(tier)
+            self.schedule_plan(tier)
         for key, (task, not_before_s) in list(self._failed.items()):
             if now_s < not_before_s or self._ledger.restoring:
                 continue
@@ -232,7 +232,7 @@ class Deleter:
     def try_now(self) -> None:
         """Try at once whatever waits for its next try."""
         self._not_before_s.clear()
-        self.plan_all_tiers()
+        self.schedule_all()
         for key, (task, _) in self._failed.items():
             self._failed[key] = (task, 0.0)
 
@@ -269,8 +269,12 @@ class Deleter:
         by_person = [d for d in deleted if self._lists.is_noted(d.checkpoint, tier)]
         ids = {d.checkpoint for d in by_person}
         others = busy | {d.checkpoint for d in deleted}
-        by_rule = self._plan(tier, others) if self._applies_rules() and self.is_due(tier) else []
-        if self.is_due(tier):
+        by_rule = (
+            self._plan(tier, others)
+            if self._applies_rules() and self.rules_may_delete(tier)
+            else []
+        )
+        if self.rules_may_delete(tier):
             self._trusted.discard(tier)
         drops = {d.checkpoint: d.reason for d in (*by_person, *by_rule)}
         newest = self._ledger.newest_on(tier, without=drops) if drops else None
@@ -290,7 +294,7 @@ class Deleter:
 
     def _delay(self, tier: str, why: str) -> None:
         """Delete nothing from a tier by rule for a time, longer after each consecutive refusal."""
-        if self.is_due(tier):
+        if self.rules_may_delete(tier):
             failures = self._conditions.report(tier, logging.WARNING, "%s: %s", tier, why)
             self._not_before_s[tier] = self._ledger.now_s + retries.wait_s(failures)
 
@@ -298,16 +302,16 @@ class Deleter:
         self._not_before_s.pop(tier, None)
         self._conditions.end(tier, "%s: the tier's rules are applied again", tier)
 
-    def is_due(self, tier: str) -> bool:
+    def rules_may_delete(self, tier: str) -> bool:
         """Return whether rules may delete from a tier now: a copy there that could not be looked at delays them."""
         return self._ledger.now_s >= self._not_before_s.get(tier, 0.0)
 
-    def plan_changed(self) -> None:
+    def schedule_changed(self) -> None:
         """Schedule a plan for each tier that has what a person has deleted, and for each with rules, if any checkpoint
         has changed."""
         for tier, leaving in self._leaving.items():
             if self._planner.deleted(tier, leaving):
-                self.plan_tier(tier)
+                self.schedule_plan(tier)
         tiers = [tier for tier in self._leaving if not self._planner.keeps_all(tier)]
         if not (tiers and self._applies_rules()):
             return
@@ -316,7 +320,7 @@ class Deleter:
             return
         self._seen = seen
         for tier in tiers:
-            self.plan_tier(tier)
+            self.schedule_plan(tier)
 
     def _plan(self, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
         """Return what the rules of a tier delete now."""
@@ -448,7 +452,7 @@ class Deleter:
                 self._ledger.forget_if_gone(entry)
         elif entry.state(task.tier) is CopyState.LEAVING:
             entry.note_kept(task.tier)
-        self.plan_tier(task.tier)
+        self.schedule_plan(task.tier)
 
     def _on_rest_deleted(
         self, entry: LedgerEntry | None, task: DeleteCopy, outcome: Outcome
@@ -481,7 +485,7 @@ class Deleter:
             logger.warning("%s: %s", task.tier, why)
         else:
             self._delay(task.tier, why)
-        self.plan_tier(task.tier)
+        self.schedule_plan(task.tier)
 
     def _on_still_committed(self, task: DeleteCopy, commit: Commit) -> None:
         """The copy is committed after all: the response to its commit was lost."""
@@ -497,7 +501,7 @@ class Deleter:
         self._to_announce.discard((task.tier, task.id))
         entry.bytes = {**entry.bytes, task.tier: commit.stored_bytes}
         entry.note_kept(task.tier)
-        self.plan_tier(task.tier)
+        self.schedule_plan(task.tier)
 
     def _on_gone(self, entry: LedgerEntry, task: DeleteCopy, outcome: Outcome) -> bool:
         announces = (task.tier, task.id) in self._to_announce

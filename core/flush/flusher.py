@@ -251,7 +251,7 @@ class TierRoom:
         if not displaces_newer(plan):
             return False
         best = self._plan(replace(view, assume_verified=True), lane, need=need, free=free)
-        if displaces_newer(best) or not self._verifier.is_verifying(lane.tier):
+        if displaces_newer(best) or not self._verifier.hasten(lane.tier):
             reason = "newer ones came first, and there is no room beside them"
             self._queue.give_up(entry, lane.tier, reason)
         return True
@@ -280,14 +280,14 @@ class TierRoom:
         if fits:
             return ADMIT  # above the high watermark, and nothing more may be evicted
         # after verification others may be evicted
-        if self._verifier.is_verifying(lane.tier) or self._relieve(lane, plan.missing_bytes):
+        if self._verifier.hasten(lane.tier) or self._relieve(lane, plan.missing_bytes):
             return WAIT
         return RoomDecision(False, self._no_room(lane, entry, need, max(free, 0)))
 
     def _evict(self, plan: Eviction, lane: FlushLane) -> bool:
         """Start the evictions; return False where they have to wait."""
         ids = [decision.checkpoint for decision in plan.deletions]
-        if not self._deleter.is_due(lane.tier):
+        if not self._deleter.rules_may_delete(lane.tier):
             return False
         for decision in plan.deletions:
             begun = self._deleter.request_delete(
@@ -323,9 +323,8 @@ class TierRoom:
         if lane.disk_full:
             free = min(free, 0)
         if free >= need and capacity is not None:
-            free += self._ledger.bytes_being_deleted(
-                lane.tier
-            )  # a deletion that failed counts as done
+            # a deletion that failed counts as done
+            free += self._ledger.bytes_being_deleted(lane.tier)
         return need, free
 
     def _expected_bytes(self, tier: str, entry: LedgerEntry) -> int:
@@ -496,7 +495,7 @@ class Flusher:
         if now_s >= lane.not_before_s:
             # other processes may free room on the disk, or have unpinned a checkpoint
             lane.not_before_s = now_s + self._ledger.longest_wait_s
-            self._deleter.plan_tier(lane.tier)
+            self._deleter.schedule_plan(lane.tier)
         if self._ledger.many_ranks:  # they do not wait for one of them
             self._messages.report_copy_failed(lane.tier, entry.id, error)
         else:
@@ -613,7 +612,7 @@ class Flusher:
         self.durable[id, lane.tier] = None
         if len(self.durable) > DURABLE_REMEMBERED:
             del self.durable[next(iter(self.durable))]
-        self._deleter.plan_tier(lane.tier)
+        self._deleter.schedule_plan(lane.tier)
         self._backlog.on_committed(lane.tier, id)
         if entry.handle is not None:
             entry.handle.on_committed(lane.tier)
@@ -918,9 +917,7 @@ class CaptureEvents:
         id, error = event.id, event.error
         self._backlog.forget(id)
         entry = self._ledger.entries.get(id)
-        if (
-            entry is None
-        ):  # the save failed before its capture was announced, or was reported before
+        if entry is None:  # the save failed before its capture was announced, or was reported
             event.region.release()
             self._messages.report_save_failed(id, error, SaveOutcome.FAILED)
             return

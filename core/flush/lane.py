@@ -476,9 +476,7 @@ class FlushLane:
         if self.active is None or self.failing_since_s is None:
             return False
         self.active.stalls = 0
-        if (
-            self.tries
-        ):  # a copy that restarts again and again is failing, however far each attempt gets
+        if self.tries:  # a copy that restarts again and again is failing, however far it gets
             return False
         self.failing_since_s = None
         return True

@@ -119,10 +119,10 @@ class BackgroundVerifier:
 
     # Choosing copies -------------------------------------------------------------------------------
 
-    def is_verifying(self, tier: str) -> bool:
-        """Return, on rank 0, whether a copy on a tier is being read or is to be; False during a restore or a drain.
-        Once it is known to be good, more may be deleted there. Room on the tier waits for that: it is read as fast as
-        possible."""
+    def hasten(self, tier: str) -> bool:
+        """Read the copy on a tier that is being verified as fast as possible, since room there waits for it: once it is
+        known to be good, more may be deleted. Return, on rank 0, whether there is one, or is to be; False during a
+        restore or a drain."""
         self._room_waits = True
         request = self._requested.get(tier)
         if request is not None and not request.urgent:
@@ -301,7 +301,7 @@ class BackgroundVerifier:
             return
         if text is None:
             entry.verified |= {tier}
-            self._deleter.plan_all_tiers()
+            self._deleter.schedule_all()
             self._conditions.end((tier, id), "%s: %s is verified", tier, id)
         elif result.damaged:
             if self._group.decides:

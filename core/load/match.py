@@ -132,9 +132,8 @@ class TensorMatcher:
         if live.dtype is stored.dtype and tuple(live.shape) == shape and same:
             return True
         is_resizable = tuple(live.shape) != shape and can_resize(stored, live)
-        same_dtype = (
-            bool(resize) or live.dtype is stored.dtype
-        )  # state of an optimizer may have another one
+        # state of an optimizer may have another one
+        same_dtype = bool(resize) or live.dtype is stored.dtype
         self._report.differs(
             name,
             _describe(stored.dtype, shape, stored.piece),

@@ -90,9 +90,8 @@ class MismatchReport:
         }
         lines = [line for line in (*absent, *extra) if not line.parent]
         if not any(id(line) in hints for line in lines):
-            lines = (
-                self._lines
-            )  # else all others may come of a misspelt entry, as those of an optimizer do
+            # else all others may come of a misspelt entry, as those of an optimizer do
+            lines = self._lines
         shown = "".join(
             f"\n  {line.name}: {line.reason}{hints.get(id(line), '')}" for line in lines[:_SHOWN]
         )

@@ -97,11 +97,8 @@ class CallbackThread:
                 logger.exception("a callback failed: %r; what comes next is called", function)
             finally:
                 self._calling = False
-            del (
-                call,
-                function,
-                arguments,
-            )  # what they refer to must not live on while this thread sleeps
+            # what they refer to must not live on while this thread sleeps
+            del call, function, arguments
 
     def _ended(self) -> bool:
         """Return whether the queue is empty. The thread then ends, and a later ``put`` starts another one."""

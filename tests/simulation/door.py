@@ -249,7 +249,7 @@ class Door:
 
     def apply_rules(self) -> None:
         """Look at all tiers anew for what is to be deleted."""
-        self.planner.deleter.plan_all_tiers()
+        self.planner.deleter.schedule_all()
 
     # Facts out -----------------------------------------------------------------------------------
 

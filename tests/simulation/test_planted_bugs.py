@@ -110,7 +110,7 @@ def look_for_newer_attempts_at_commits_only(patch: pytest.MonkeyPatch) -> None:
 
 def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
     """Each rank works out by itself what its tiers retain, and drops it."""
-    patch.setattr(Deleter, "plan_tier", lambda self, tier: self._due.add(tier))
+    patch.setattr(Deleter, "schedule_plan", lambda self, tier: self._due.add(tier))
     patch.setattr(Deleter, "_applies_rules", lambda self: not self.rules_are_suspended)
     real = Messages.announce_to_others
 

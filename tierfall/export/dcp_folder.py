@@ -38,9 +38,8 @@ def save_dcp(state: Mapping[str, Any], folder: Path, path: Path) -> dict[int, st
     addresses. Raises BackendError if DCP cannot write it, or the OSError or interrupt behind that if DCP reports it."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "torch.distributed is disabled"
-            )  # intended: one process writes
+            # intended: one process writes
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             metadata = save(dict(state), storage_writer=_DcpWriter(folder, path), no_dist=True)
     except CheckpointException as error:
         failures = [failure for failure, _ in error.failures.values()]

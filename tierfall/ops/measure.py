@@ -261,9 +261,8 @@ def _read(
     threads = min(READ_THREADS, len(ranges))
     longest = ranges[0][1] - ranges[0][0]
     pool = BufferPool(bytes=longest, count=threads)
-    with (
-        ExitStack() as lent
-    ):  # page faults of the buffers are not measured: a restore reuses its own
+    with ExitStack() as lent:
+        # page faults of the buffers are not measured: a restore reuses its own
         for _ in range(threads):
             np.frombuffer(lent.enter_context(pool.lend_view(longest)), np.uint8)[::PAGESIZE] = 0
     wrong: list[int] = []

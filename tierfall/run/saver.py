@@ -160,6 +160,7 @@ class Saver:
             in_memory=self._session.host.name,
             before_wait=partial(self._help_capture, id, threading.get_ident()),
             callbacks=self._session.callbacks,
+            clock=time.monotonic,
             began_s=call.began_s,
         )
         try:

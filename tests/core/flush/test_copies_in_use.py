@@ -33,7 +33,7 @@ def test_retention_passes_over_it_until_it_was_read() -> None:
     save(world, 2, 3)
     assert world.steps_on("nvme") == [1, 3]
     del world.coordinator.ledger.reading[FIRST]
-    world.coordinator.deleter.plan_changed()
+    world.coordinator.deleter.schedule_changed()
     world.settle()
     assert world.steps_on("nvme") == [3]
     assert world.steps_on("store") == [1, 2, 3]
