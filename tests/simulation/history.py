@@ -710,7 +710,7 @@ class History:
     def _check_missed(self, id: CheckpointId, now: dict[str, Held]) -> None:
         assert id in self.before["host"].commits, f"{id} was not sealed, and is superseded"
         for tier in self.world.disks:  # one that it has left at the same moment has had it
-            left = self.log[-1] == f"DropCopy {id} on {tier}: done"
+            left = self.log[-1] == f"DeleteCopy {id} on {tier}: done"
             assert left or id not in self.before[tier].commits, f"{id} was on {tier}"
         known = self._known(now)
         commit = self.before["host"].commits[id]
@@ -807,7 +807,7 @@ class History:
                 beside = there | {i for tier, i in self._bad() if tier == rules.name}
                 passed = id in beside or (not sends_all and any(other > id for other in beside))
                 full = self._is_full(rules.name, now, below=rules.evict_high or 1.0)
-                evicted = f"DropCopy {id} on {rules.name}: done" in self.log
+                evicted = f"DeleteCopy {id} on {rules.name}: done" in self.log
                 assert not due or passed or full or evicted, (
                     f"{id} lies in memory, and never came to {rules.name}"
                 )
