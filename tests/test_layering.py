@@ -75,7 +75,7 @@ LINES = {
     ("backends",): 5_948,
     ("tiers",): 4_891,
     ("tierfall/config",): 2_638,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_123,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_126,
     ("tierfall/ops",): 3_290,
     ("tierfall/telemetry",): 1_760,
     ("tierfall/cli",): 4_205,

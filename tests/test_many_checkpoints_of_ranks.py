@@ -221,6 +221,44 @@ def test_close_waits_for_no_rank_that_died_before_it_had_read_every_record(
 ) -> None:
     """Nor does it wait for longer than FAILED_S at each meeting of the ranks if the training has failed."""
     monkeypatch.setattr(closing, "FAILED_S", 0.5)
+    opened, dead = with_one_that_hangs(run, shelf, ranks, monkeypatch, max_wait)
+    began_s = time.monotonic()
+    errors = on_all([partial(open_run_of(one).close, failed) for one in opened[:2]])
+    assert time.monotonic() - began_s < 10.0  # ``open`` would wait for 12 s
+    assert ["are not waited for" in str(error) for error in errors] == [True, True], errors
+    assert shelf.steps() == [*range(1, MANY + 1)]
+    dead.set()
+    kill_all(opened[2:])
+
+
+def test_close_that_is_interrupted_waits_for_no_rank_that_has_not_read_every_record(
+    run: Run,
+    shelf: Shelf,
+    ranks: list[Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    opened, dead = with_one_that_hangs(run, shelf, ranks, monkeypatch, "60s")
+
+    def interrupt(*words: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(session.Session, "wait_filled", interrupt)
+    began_s = time.monotonic()
+    errors = on_all([partial(open_run_of(one).close, "") for one in opened[:2]])
+    assert time.monotonic() - began_s < 10.0
+    assert [str(error) for error in errors] == ["on purpose"] * 2
+    assert "the commit records of earlier checkpoints were not read yet" in caplog.text
+    assert "the coordinator stopped" not in caplog.text
+    assert shelf.steps() == [*range(1, MANY + 1)]
+    dead.set()
+    kill_all(opened[2:])
+
+
+def with_one_that_hangs(
+    run: Run, shelf: Shelf, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, max_wait: str
+) -> tuple[list[Checkpointer], threading.Event]:
+    """Open a run and restore; the last rank does not read old records before the event is set."""
     many(run, shelf, MANY)
     real, dead = session.agree_on_rest, threading.Event()
 
@@ -233,10 +271,4 @@ def test_close_waits_for_no_rank_that_died_before_it_had_read_every_record(
     run.max_wait = max_wait
     opened = run.open(ranks)
     assert restored(opened) == {MANY}
-    began_s = time.monotonic()
-    errors = on_all([partial(open_run_of(one).close, failed) for one in opened[:2]])
-    assert time.monotonic() - began_s < 10.0  # ``open`` would wait for 12 s
-    assert ["are not waited for" in str(error) for error in errors] == [True, True], errors
-    assert shelf.steps() == [*range(1, MANY + 1)]
-    dead.set()
-    kill_all(opened[2:])
+    return opened, dead

@@ -382,6 +382,9 @@ def log_newest(
     ended ``early``, with what a restart does."""
     if not session.ranks.topology.is_root:
         return
+    if not session.filled.is_set:  # its thread may wait for another rank
+        logger.warning("%s; the commit records of earlier checkpoints were not read yet", event)
+        return
     host = session.host.name
     try:
         tiers = [*([host] if memory_kept else []), *session.stores]
