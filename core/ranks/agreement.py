@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tierfall.core.ranks.message_tree import (
     Bodies,
@@ -41,10 +41,12 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankCall(Message):
-    """What one rank contributes: the name of the call that it makes, and its message."""
+    """What one rank contributes: the name of the call that it makes, and its message, or the ``error`` that keeps it
+    from making the call."""
 
     name: str
-    body: object
+    body: object = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,7 @@ class Agreement:
         timeout_s: float | None = None,
         is_last: bool = False,
         leave: InterruptibleEvent | None = None,
+        error: str = "",
     ) -> D:
         """Return, on every rank, what ``decide`` returns on rank 0 for the messages of all ranks.
 
@@ -96,19 +99,19 @@ class Agreement:
 
         ``what`` names the call. All ranks contribute messages of one type; ``answer`` is the type of the decision.
         ``is_last``: a rank that gives this up makes no other call, and its message counts. Once ``leave`` is set, this
-        rank has contributed, and waits no longer: LeftError.
+        rank has contributed, and waits no longer: LeftError. With an ``error`` this rank fails the call on all ranks.
 
         Raises RanksError on every rank that made the call where another one did not within ``timeout_s``, or made a
         call of another name. An error of ``decide`` is raised on all ranks: on rank 0 as it is, on the others as a new
         error of its kind (RanksError if it is none of tierfall's).
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        part = _RankCall(name=what, body=to_json(message)).to_json()
         if self._message_tree.topology.is_root:
+            part = _RankCall(name=what, error=error).to_json()
             with self._next_call(what, part, leave) as (topic, event):
-                decision = self._decide(topic, what, type(message), decide, event, timeout_s)
-        else:
-            decision = self._ask(what, part, timeout_s, leave, withdraws=not is_last)
+                return self._decide(topic, what, message, decide, event, timeout_s)
+        part = _RankCall(name=what, body=to_json(message), error=error).to_json()
+        decision = self._ask(what, part, timeout_s, leave, withdraws=not is_last)
         return from_json(answer, decision, rank=0)
 
     @contextmanager
@@ -173,9 +176,9 @@ class Agreement:
             if found.name == what:
                 return found.decision
 
-    def meet(self, what: str, *, timeout_s: float | None = None, is_last: bool = False) -> None:
-        """Wait until every rank has made this call; raises as ``agree`` does."""
-        self.agree(what, None, lambda bodies: None, object, timeout_s=timeout_s, is_last=is_last)
+    def meet(self, what: str, *, timeout_s: float | None = None, **words: Any) -> None:
+        """Wait until every rank has made this call; raises as ``agree`` does, which takes the ``words``."""
+        self.agree(what, None, lambda bodies: None, object, timeout_s=timeout_s, **words)
 
     @property
     def _rank(self) -> int:
@@ -241,12 +244,12 @@ class Agreement:
         self,
         topic: Topic,
         what: str,
-        kind: type[M],
-        decide: Callable[[dict[int, M]], object],
+        own: M,
+        decide: Callable[[dict[int, M]], D],
         event: InterruptibleEvent,
         timeout_s: float,
-    ) -> object:
-        """Gather, decide and announce the decision; return its JSON form."""
+    ) -> D:
+        """Gather, with rank 0's ``own`` message, decide, announce the decision and return it."""
         try:
             began_s = time.monotonic()
             if not self._wait(what, topic, event, began_s, timeout_s):
@@ -259,14 +262,21 @@ class Agreement:
             bodies = self._gathered.pop(topic)
             calls = {rank: _RankCall.from_json(body, rank=rank) for rank, body in bodies.items()}
             _check_same_call(what, {rank: call.name for rank, call in calls.items()})
-            messages = {r: from_json(kind, call.body, rank=r) for r, call in calls.items()}
-            decision = to_json(decide(messages))
+            for rank, call in calls.items():
+                if call.error:
+                    raise RanksError(f"{what.partition(':')[0]}: rank {rank}: {call.error}")
+            messages = {
+                rank: from_json(type(own), call.body, rank=rank) if rank else own
+                for rank, call in calls.items()
+            }
+            decision = decide(messages)
+            body = to_json(decision)
         except BaseException as error:
             without = self._message_tree.missing(topic)
             answer = _Answer(name=what, error=_error_for_others(what, error), without=without)
             self._message_tree.announce(topic, answer.to_json())
             raise
-        self._message_tree.announce(topic, _Answer(name=what, decision=decision).to_json())
+        self._message_tree.announce(topic, _Answer(name=what, decision=body).to_json())
         return decision
 
 

@@ -5,8 +5,8 @@ Pure. A rank has validated the commit records that it sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from tierfall.core.format.catalog import FoundCopy, Listing, NotReadError, of_one_lineage
@@ -77,6 +77,8 @@ class TierMessage(Message):
     copies: tuple[CopyMessage, ...]
     decided: tuple[str, ...]
     lags: bool
+    attempts: tuple[int, ...] = ()
+    unfinished: Mapping[CheckpointId, int] = field(default_factory=dict)
 
     def listing_of(self, rank: int, tier: str) -> Listing:
         return Listing(
@@ -86,6 +88,8 @@ class TierMessage(Message):
             decided=DecidedList.parse(self.decided),
             damaged=tuple(damage.error_of(rank) for damage in self.damaged),
             lags=self.lags,
+            attempts=self.attempts,
+            unfinished=dict(self.unfinished),
             error=None if self.error is None else self.error.error_of(rank),
         )
 
@@ -94,7 +98,14 @@ Inventory = Mapping[str, TierMessage]
 """What one rank has found, by tier."""
 
 
-def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, TierMessage]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldListings(Message):
+    """What rank 0 has found on the tiers that it lists for all ranks."""
+
+    tiers: Inventory
+
+
+def describe(listings: Iterable[Listing], *, mine: Collection[str]) -> dict[str, TierMessage]:
     """Return the inventory of the tiers named in ``mine``."""
     return {
         listing.tier: TierMessage(
@@ -104,6 +115,8 @@ def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, T
             copies=tuple(map(CopyMessage.of, listing.copies)),
             decided=listing.decided.names,
             lags=listing.lags,
+            attempts=listing.attempts,
+            unfinished=listing.unfinished,
         )
         for listing in listings
         if listing.tier in mine

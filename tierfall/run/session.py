@@ -321,8 +321,10 @@ class Session:
         out."""
         if request.without:  # what has just been tried and failed may have been deleted
             return self.list_now()
-        found = self.tiers.list_newest()
-        return self.list_now() if is_first_unread(found, request) else self._reported(found)
+        found = self.tiers.list_now(newest=True)
+        if not self.ranks.many and is_first_unread(found, request):  # several ranks agree on it
+            return self.list_now()
+        return self._reported(found)
 
     def _reported(self, found: tuple[Listing, ...]) -> tuple[Listing, ...]:
         if any(listing.lags for listing in found):

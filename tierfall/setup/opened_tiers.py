@@ -28,6 +28,7 @@ from tierfall.core.format.catalog import (
 )
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.inventory import ToldListings, describe
 from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -35,6 +36,7 @@ from tierfall.core.types.errors import (
     FencedError,
     KeyExistsError,
     LostWriteError,
+    RanksError,
     StorageFullError,
     TierfallError,
     UnreachableError,
@@ -52,17 +54,22 @@ from tierfall.setup.tiers import (
     close_stores,
     has_files,
     is_owner,
+    is_shared,
     list_all,
     make_durable,
     mark_not_durable,
     open_stores,
     patience_s,
+    start_patience_s,
 )
 from tierfall.tiers.kept_images import discard_kept
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
+
+OPEN = "open"
+"""The name of the calls of all ranks in which the others learn what keeps a rank from starting."""
 
 
 class OpenedTiers:
@@ -124,7 +131,7 @@ class OpenedTiers:
             self.agrees = self.ranks.many or any(
                 shard != self.ranks.shard for _, shard in regions_in(self.memory.hosts)
             )
-            self.listings = self.list_now() if offline else self.list_newest()
+            self.listings = self.list_now(OPEN, newest=not offline)
             self.identities = TierIdentities(
                 self.config, self.stores, self.memory.folder, self.listings, self._calls
             )
@@ -348,28 +355,52 @@ class OpenedTiers:
 
     # Reading -----------------------------------------------------------------------------------------
 
-    def list_now(self) -> tuple[Listing, ...]:
-        """List every tier; of memory, the slots of this process."""
-        memory = self.memory.list()
-        return list_all(self.config, memory, self.stores, self.errors, self._calls)
+    def list_now(self, call: str = "restore", *, newest: bool = False) -> tuple[Listing, ...]:
+        """List every tier; of memory, the slots of this process. ``newest`` is as in ``TierCatalog.list``. Rank 0 lists
+        the tiers that all nodes see, and tells the others, in a ``call`` of all ranks."""
+        shared, is_root = self._shared(), self.ranks.topology.is_root
+        found = list_all(
+            self.config,
+            self.memory.list(),
+            self.stores,
+            self.errors,
+            self._calls,
+            newest=newest,
+            told=() if is_root else shared,
+        )
+        if not shared:
+            return found
+        told = self.ranks.agree(
+            call,
+            None,
+            lambda _: ToldListings(tiers=describe(found, mine=shared)),
+            ToldListings,
+            timeout_s=None if is_root and call != OPEN else start_patience_s(self.config),
+        )
+        return tuple(
+            x
+            if is_root or x.error is not None or x.tier not in told.tiers
+            else told.tiers[x.tier].listing_of(0, x.tier)
+            for x in found
+        )
+
+    def _shared(self) -> list[str]:
+        """Return the stored tiers that rank 0 lists for all ranks; none if there is one rank."""
+        return [x.name for x in self.config.storage if is_shared(x)] if self.ranks.many else []
 
     @property
     def is_partial(self) -> bool:
         """Whether the start has left commit records of old checkpoints to be read later, by ``read_rest``."""
         return any(listing.is_partial for listing in self.listings)
 
-    def list_newest(self) -> tuple[Listing, ...]:
-        """List every tier, as ``list_now`` does; commit records of old checkpoints may be left for later."""
-        memory = self.memory.list()
-        return list_all(self.config, memory, self.stores, self.errors, self._calls, newest=True)
-
     def read_rest(self) -> None:
         """Read the commit records that the start has left for later; for another thread than that of the start. Those
         on a tier that does not answer now count as such that could not be read (see ``with_rest``): they stay until the
-        next start."""
+        next start. What rank 0 reads for all ranks has an error until they agree."""
         own = self._owned()
+        told = () if self.ranks.topology.is_root else self._shared()
         answers = call_tiers(
-            [self.stores[x.tier] for x in self.listings if x.is_partial],
+            [self.stores[x.tier] for x in self.listings if x.is_partial and x.tier not in told],
             lambda s: make_durable(s, s.list()) if s.name in own else s.list(),
             self.config,
             BoundedCalls(),
@@ -377,6 +408,8 @@ class OpenedTiers:
         )
 
         def read(listing: Listing) -> Listing:
+            if listing.tier in told and listing.is_partial:
+                return replace(listing, error=RanksError(f"{listing.tier}: rank 0 lists it"))
             if listing.tier not in answers:
                 return listing
             try:

@@ -67,14 +67,13 @@ from tierfall.core.types.lineage import AttemptStart, Key, overtaken_starts
 from tierfall.core.types.text import format_ranks, format_some
 from tierfall.core.types.values import CheckpointId
 from tierfall.setup.host_memory import displaced_in
-from tierfall.setup.opened_tiers import OpenedTiers
+from tierfall.setup.opened_tiers import OPEN, OpenedTiers
 from tierfall.setup.tiers import (
-    bounds_s,
     holds_any,
-    patience_s,
     reported_tiers,
     reporters,
     shared_setting,
+    start_patience_s,
 )
 from tierfall.tiers.attempts import StrayAttemptError
 from tierfall.tiers.host_folder import file_system_of
@@ -88,7 +87,7 @@ PATIENCE_S = {True: 10.0, None: 1.5, False: 0.5}
 """Seconds that a file is searched, by ``shared`` of the tier: a network file system may show it late."""
 PAUSE_S = 0.1
 STALE_S = 3600.0
-_OPEN, _ATTEMPT, _READY, _REST = "open", "open: attempt", "open: ready", "open: old checkpoints"
+_ATTEMPT, _READY, _REST = "open: attempt", "open: ready", "open: old checkpoints"
 _LEFTOVERS, _SHARED = "open: leftovers", "open: shared"
 _ADVICE = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
 
@@ -182,15 +181,11 @@ class FoundAtStart(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartMessage(Message):
-    """What one rank contributes to a call of ``open``: what it has found, or whether a tier ``refused`` the attempt, or
-    has fallen ``silent`` since; or the ``error`` that keeps it from starting."""
+class ClaimMessage(Message):
+    """Whether a tier ``refused`` the attempt of one rank, and the tiers that it may not write to, with why."""
 
-    error: str | None = None
-    found: FoundAtStart | None = None
-    refused: bool = False
-    silent: bool = False
-    read_only: Mapping[str, str] = field(default_factory=dict)
+    refused: bool
+    read_only: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,21 +214,21 @@ def agree_on_start(tiers: OpenedTiers, before: Attempt | None) -> Start:
     number = next_number(looked_at, run=tiers.run, own=before)
     for _ in range(TRIES):
         start = ranks.agree(
-            _OPEN,
-            StartMessage(found=_found_here(tiers, number)),
-            lambda messages: decide(tiers, _found_by_all(messages)),
+            OPEN,
+            _found_here(tiers, number),
+            lambda found: decide(tiers, found),
             Start,
-            timeout_s=_patience_s(tiers),
+            timeout_s=start_patience_s(tiers.config),
         )
         if start.attempt is None:
-            tiers.listings = tiers.list_now()
+            tiers.listings = tiers.list_now(OPEN)
             tiers.make_durable()
             continue
         tiers.exclude_all(start.unreachable)
         tiers.emptied.clear()  # the others are new tiers
         with reporting_error(ranks, _ATTEMPT):
             taken = ranks.topology.is_root or tiers.claim(start.attempt)  # rank 0 has decided it
-        message = StartMessage(refused=not taken, read_only=tiers.found_read_only)
+        message = ClaimMessage(refused=not taken, read_only=tiers.found_read_only)
         answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
         tiers.make_read_only(answer.read_only)
         if not answer.refused and (before or _discard_unfinished(tiers, start.attempt)):
@@ -254,10 +249,10 @@ def agree_on_rest(tiers: OpenedTiers, start: Start, leave: InterruptibleEvent) -
         return replace(start, partial=False)
     again = tiers.ranks.agree_aside(
         _REST,
-        StartMessage(found=_found_here(tiers, 0)),
-        lambda messages: decide(tiers, _found_by_all(messages), start.attempt),
+        _found_here(tiers, 0),
+        lambda found: decide(tiers, found, start.attempt),
         Start,
-        timeout_s=_patience_s(tiers),
+        timeout_s=start_patience_s(tiers.config),
         leave=leave,
     )
     tiers.listings = fill_in(tiers.listings, again, reporters(tiers.config, tiers.ranks))
@@ -279,16 +274,12 @@ def _found_here(tiers: OpenedTiers, number: int) -> FoundAtStart:
 def _discard_unfinished(tiers: OpenedTiers, attempt: Attempt) -> bool:
     """Delete what earlier starts left half written, now that all ranks have written the attempt, and none writes
     anything else. Return whether all ranks can go on with all tiers."""
-    timeout_s = _patience_s(tiers)
+    timeout_s = start_patience_s(tiers.config)
     with reporting_error(tiers.ranks, _LEFTOVERS, timeout_s):
         silent = not tiers.discard_unfinished(attempt)
-    message = StartMessage(silent=silent)
-    return tiers.ranks.agree(_LEFTOVERS, message, _none_silent, bool, timeout_s=timeout_s)
-
-
-def _none_silent(messages: Mapping[int, StartMessage]) -> bool:
-    _check_started(messages)
-    return not any(message.silent for message in messages.values())
+    return tiers.ranks.agree(
+        _LEFTOVERS, silent, lambda found: not any(found.values()), bool, timeout_s=timeout_s
+    )
 
 
 def fill_in(
@@ -304,26 +295,17 @@ def fill_in(
     return tuple(x if x.error is None else reported.get(x.tier, x) for x in listings)
 
 
-def _patience_s(tiers: OpenedTiers) -> float:
-    """Return how many seconds later than the first rank the last may call: it may have waited for a silent tier, once
-    to open it and once to list it, and have allocated host memory for its image and brought it back from peers."""
-    bounds = bounds_s(tiers.config)
-    slowest_s = max((bounds[tier.name] for tier in tiers.config.stored), default=0.0)
-    recovery_s = 0.0 if tiers.config.peers is None else patience_s(tiers.config)
-    return tiers.config.max_wait_s + 2 * slowest_s + recovery_s
-
-
 @contextmanager
 def all_ranks_or_none(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
     """Start no rank unless all ranks complete this block, the last within ``timeout_s`` seconds of the first."""
     with reporting_error(ranks, _READY, timeout_s):
         yield
-    ranks.agree(_READY, StartMessage(), _check_started, object, timeout_s=timeout_s)
+    ranks.meet(_READY, timeout_s=timeout_s)
 
 
 @contextmanager
 def reporting_error(
-    ranks: Ranks, what: str = _OPEN, timeout_s: float | None = None
+    ranks: Ranks, what: str = OPEN, timeout_s: float | None = None
 ) -> Iterator[None]:
     """Report an error in this block to the other ranks, at their next agreement: by default where they agree on the
     start."""
@@ -331,20 +313,8 @@ def reporting_error(
         yield
     except BaseException as error:
         with suppress(TierfallError):  # it has the same reason: this rank raises its own error
-            message = StartMessage(error=str(error) or repr(error))
-            ranks.agree(what, message, _check_started, object, timeout_s=timeout_s, is_last=True)
+            ranks.meet(what, timeout_s=timeout_s, is_last=True, error=str(error) or repr(error))
         raise
-
-
-def _check_started(messages: Mapping[int, StartMessage]) -> None:
-    for rank, message in messages.items():
-        if message.error is not None:
-            raise RanksError(f"open: rank {rank}: {message.error}")
-
-
-def _found_by_all(messages: Mapping[int, StartMessage]) -> dict[int, FoundAtStart]:
-    _check_started(messages)
-    return {rank: message.found for rank, message in messages.items() if message.found is not None}
 
 
 def decide(
@@ -417,8 +387,7 @@ def _refused_as_emptied(
     return {tier: why for tier, why in emptied.items() if not is_elsewhere(tier)}
 
 
-def _merge_attempts(messages: Mapping[int, StartMessage]) -> AttemptDecision:
-    _check_started(messages)
+def _merge_attempts(messages: Mapping[int, ClaimMessage]) -> AttemptDecision:
     return AttemptDecision(
         refused=tuple(rank for rank, message in messages.items() if message.refused),
         read_only=_first_reasons((rank, message.read_only) for rank, message in messages.items()),
@@ -530,13 +499,13 @@ def _find_shared(opened: OpenedTiers) -> None:
     token = f"{int(time.time())}-{secrets.token_hex(8)}"
     written: list[StoredTier] = []
 
-    def write(messages: dict[int, StartMessage]) -> ProbeFiles:
-        _check_started(messages)
-        return _write_probe_files(opened, token, written)
-
     try:
         files = opened.ranks.agree(
-            _OPEN, StartMessage(), write, ProbeFiles, timeout_s=_patience_s(opened)
+            OPEN,
+            None,
+            lambda _: _write_probe_files(opened, token, written),
+            ProbeFiles,
+            timeout_s=start_patience_s(opened.config),
         )
         failed = _probe(opened, files)
     finally:

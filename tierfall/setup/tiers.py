@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,6 +149,15 @@ def open_slot(folder: Path, slot: int, *, name: str, run: str, writable: bool = 
 def patience_s(config: Config) -> float:
     """Return how many seconds one rank waits for another where bytes are moved."""
     return SLOWER * config.max_wait_s
+
+
+def start_patience_s(config: Config) -> float:
+    """Return how many seconds later than the first rank the last may call in ``open``: it may have waited for a silent
+    tier, once to open it and once to list it, and have allocated host memory for its image and brought it back from
+    peers."""
+    slowest_s = max((bounds_s(config)[tier.name] for tier in config.stored), default=0.0)
+    recovery_s = 0.0 if config.peers is None else patience_s(config)
+    return config.max_wait_s + 2 * slowest_s + recovery_s
 
 
 def bounds_s(config: Config) -> dict[str, float]:
@@ -376,13 +385,21 @@ def list_all(
     calls: BoundedCalls,
     *,
     newest: bool = False,
+    told: Collection[str] = (),
 ) -> tuple[Listing, ...]:
     """List every stored tier, side by side; return the listings after that of ``memory``, fastest tier first. A tier
-    that does not answer in time has that as its error. ``newest`` is as in ``TierCatalog.list``."""
+    that does not answer in time has that as its error. ``newest`` is as in ``TierCatalog.list``. Another rank lists the
+    tiers that are ``told``: they are only asked for their record, and the listing is empty."""
     opened = [store for name, store in stores.items() if name not in errors]
-    answers = call_tiers(
-        opened, lambda store: store.list(newest=newest), config, calls, doing="list", log_slow=True
-    )
+
+    def list_one(store: StoredTier) -> Listing:
+        if store.name not in told:
+            return store.list(newest=newest)
+        with suppress(IntegrityError):
+            store.marker.read()
+        return Listing(tier=store.name)
+
+    answers = call_tiers(opened, list_one, config, calls, doing="list", log_slow=True)
 
     def listing(name: str) -> Listing:
         error = errors[name] if name in errors else answers[name].error
