@@ -1,7 +1,8 @@
 """A tier whose answers a test chooses: a store in memory, as a plug-in brings one. ``shelf://NAME``.
 
 What is ``hidden`` is there and can be read, and no listing shows it. What is ``absent`` is listed, and the store
-answers that it is not there. What is ``refused`` raises what the store says.
+answers that it is not there. What is ``refused`` raises what the store says. A client with the option ``blind`` can
+read nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class _Store(toolkit.ObjectStore):
 
     def __init__(self, url: str, *, options: Any, read_only: bool) -> None:
         self.shelf = SHELVES[url.removeprefix("shelf://")]
+        self.is_blind = "blind" in options
         self.asked: Counter[str] = Counter()
         self.shelf.clients.append(self.asked)
 
@@ -53,6 +55,8 @@ class _Store(toolkit.ObjectStore):
         shelf = self.shelf
         self._ask(key)
         shelf.on_read(key)
+        if self.is_blind:
+            raise toolkit.UnreachableError(f"{key}: no way to it")
         for part, error in shelf.refused.items():
             if part in key:
                 raise error(f"{key}: refused")
@@ -74,6 +78,8 @@ class _Store(toolkit.ObjectStore):
 
     def list(self, prefix: str, delimiter: str) -> Iterable[toolkit.StoredObject]:
         self._ask(prefix)
+        if self.is_blind:
+            raise toolkit.UnreachableError(f"{prefix}: no way to it")
         return [
             toolkit.StoredObject(key=key, bytes=len(value))
             for key, value in list(self.shelf.values.items())

@@ -35,9 +35,13 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.max_wait = "10s"
+        self.blind = ""
+        """The node that can read nothing on the store."""
 
     def config(self, node: str, **rules: Any) -> Config:
         place = self.folder / node
+        if self.blind == node:
+            rules["options"] = {"blind": "yes"}
         tiers = [
             {"name": "host", "kind": "host", "folder": str(place / "memory")},
             {"name": "store", "kind": "object", "url": "shelf://a", **rules},
@@ -121,6 +125,17 @@ def test_rank_0_lists_and_reads_1000_checkpoints_for_all_ranks(
     run.save(opened, 1001)
     assert known(opened) == [[*range(1, 1002)]] * len(ranks)
     assert [one.checkpoints()[-1].ordinal for one in opened] == [1001] * len(ranks)
+    close_all(opened)
+
+
+def test_a_node_that_can_read_nothing_there_learns_what_is_there_and_restores_it(
+    run: Run, shelf: Shelf, ranks: list[Ranks]
+) -> None:
+    many(run, shelf, MANY)
+    run.blind = "b"
+    opened = run.open(ranks)
+    assert restored(opened) == {MANY}
+    assert known(opened) == [[*range(1, MANY + 1)]] * len(ranks)
     close_all(opened)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -14,7 +15,7 @@ from tierfall.core.ranks.message_tree import MessageTree, RankMessage
 from tierfall.core.ranks.rendezvous import RankPlacement, join
 from tierfall.core.ranks.topology import ALONE, Topology
 from tierfall.core.ranks.transport import StoreTransport
-from tierfall.core.types.errors import RanksError
+from tierfall.core.types.errors import RanksError, TierfallError
 from tierfall.core.types.values import Shard
 
 logger = logging.getLogger("tierfall")
@@ -75,6 +76,16 @@ class Ranks:
     @property
     def many(self) -> bool:
         return self.topology.world_size > 1
+
+    @contextmanager
+    def reporting_error(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Report an error in this block to the other ranks, in their next call, which is ``what``: it fails by it."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(TierfallError):  # it has the same reason: this rank raises its own error
+                self.meet(what, timeout_s=timeout_s, is_last=True, error=str(error) or repr(error))
+            raise
 
     def watch(self, gone_s: Callable[[], float | None]) -> None:
         """Have calls of all ranks ask ``gone_s`` since when, on the monotonic clock, a rank is known to be gone: they

@@ -45,10 +45,10 @@ from tierfall.launch.launcher import find_ranks
 from tierfall.run import cadence, closing, group_commands
 from tierfall.run.saver import SaveCall, Saver, SavingLineage, as_step, checked_metrics
 from tierfall.run.session import Listener, Session
-from tierfall.setup.opened_tiers import OpenedTiers
+from tierfall.setup.opened_tiers import OPENING, OpenedTiers
 from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
 from tierfall.setup.places import run_folder, runs_in
-from tierfall.setup.start import all_ranks_or_none, catalog_of, reporting_error, take_attempt
+from tierfall.setup.start import all_ranks_or_none, catalog_of, take_attempt
 from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers, tier_rules
 from tierfall.telemetry.step_timer import StepClock
 
@@ -93,7 +93,7 @@ class OpenRun:
             undo.callback(close_peers, peers)
 
             # The tiers: host memory with what an earlier start left in it, and each stored tier, listed.
-            with reporting_error(ranks):
+            with ranks.reporting_error(OPENING):
                 _check_first(config)
                 tiers = OpenedTiers(config, ranks=ranks, fresh=fresh, peers=peers)
                 undo.callback(tiers.close, keep=True)

@@ -68,7 +68,7 @@ from tierfall.tiers.stored import StoredTier
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
 
-OPEN = "open"
+OPENING = "open"
 """The name of the calls of all ranks in which the others learn what keeps a rank from starting."""
 
 
@@ -131,7 +131,7 @@ class OpenedTiers:
             self.agrees = self.ranks.many or any(
                 shard != self.ranks.shard for _, shard in regions_in(self.memory.hosts)
             )
-            self.listings = self.list_now(OPEN, newest=not offline)
+            self.listings = self.list_now(OPENING, newest=not offline)
             self.identities = TierIdentities(
                 self.config, self.stores, self.memory.folder, self.listings, self._calls
             )
@@ -375,7 +375,7 @@ class OpenedTiers:
             None,
             lambda _: ToldListings(tiers=describe(found, mine=shared)),
             ToldListings,
-            timeout_s=None if is_root and call != OPEN else start_patience_s(self.config),
+            timeout_s=None if is_root and call != OPENING else start_patience_s(self.config),
         )
         return tuple(
             x

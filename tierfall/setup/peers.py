@@ -41,7 +41,6 @@ from tierfall.core.types.errors import (
     CapacityError,
     ConfigError,
     KeyExistsError,
-    RanksError,
     TierfallError,
 )
 from tierfall.core.types.text import format_some
@@ -62,7 +61,7 @@ TIMEOUT_S = 30.0
 TIMEOUT_MIN_S = 1.0
 REQUESTS_IN_MAX_WAIT = 4
 """A request may take this part of ``max_wait``: a silent node is asked several times before that is reported."""
-_ID_NAME = "memory-id"
+_MEET, _ID_NAME = "open: peer memory", "memory-id"
 
 
 class PeerMemory:
@@ -80,11 +79,12 @@ class PeerMemory:
         """Meet the other ranks; all make this call. ``timeout_s``: how long another node may be silent in a request.
         Raises RanksError, and ConfigError if the copies cannot be placed."""
         self._tier, self._run, self._timeout_s = tier, run, timeout_s
-        mine = _describe_self(tier, run)
+        with ranks.reporting_error(_MEET):
+            mine = _describe_self(tier, run)
         listener = listen(mine.host if tier.interface else "")
         try:
             mine = replace(mine, port=listener.getsockname()[1])
-            meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
+            meeting = ranks.agree(_MEET, mine, _merge, PeerMeeting)
             if (other := address_to_probe(meeting.addresses)) is not None:
                 if is_loopback(mine.host):  # which other machines cannot reach
                     mine = replace(mine, host=address_towards(other))
@@ -214,26 +214,18 @@ def meet_peers(config: Config, ranks: Ranks) -> tuple[Config, PeerMemory | None]
 
 
 def _describe_self(tier: PeerTierConfig, run: str) -> PeerAddress:
-    try:
-        prepare_folder(tier.path / run)  # what is kept for others is nobody else's to read
-        found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
-        memory_id = _memory_id(tier.path)
-        host = own_address(tier.interface)
-    except TierfallError as error:
-        return PeerAddress(error=f"tier {tier.name}: {error}")
+    prepare_folder(tier.path / run)  # what is kept for others is nobody else's to read
+    found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
     return PeerAddress(
-        host=host,
+        host=own_address(tier.interface),
         node=node_name(),
         domain=found.name,
         source=found.source,
-        memory_id=memory_id,
+        memory_id=_memory_id(tier.path),
     )
 
 
 def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
-    for rank, address in found.items():
-        if address.error:
-            raise RanksError(f"open: rank {rank}: {address.error}")
     addresses = tuple(found[rank] for rank in sorted(found))
     return PeerMeeting(addresses=addresses)
 
@@ -256,7 +248,7 @@ def _memory_id(folder: Path) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress(Message):
     """Where a rank serves its node's memory; the name and the failure domain of its node, and where that is known from;
-    the id of the node's memory. Or the ``error`` that keeps it from serving."""
+    the id of the node's memory."""
 
     host: str = ""
     port: int = 0
@@ -264,7 +256,6 @@ class PeerAddress(Message):
     domain: str = ""
     source: str = ""
     memory_id: str = ""
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

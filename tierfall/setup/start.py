@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from tierfall.config import FileTierConfig, ObjectTierConfig
@@ -67,7 +67,7 @@ from tierfall.core.types.lineage import AttemptStart, Key, overtaken_starts
 from tierfall.core.types.text import format_ranks, format_some
 from tierfall.core.types.values import CheckpointId
 from tierfall.setup.host_memory import displaced_in
-from tierfall.setup.opened_tiers import OPEN, OpenedTiers
+from tierfall.setup.opened_tiers import OPENING, OpenedTiers
 from tierfall.setup.tiers import (
     holds_any,
     reported_tiers,
@@ -214,19 +214,19 @@ def agree_on_start(tiers: OpenedTiers, before: Attempt | None) -> Start:
     number = next_number(looked_at, run=tiers.run, own=before)
     for _ in range(TRIES):
         start = ranks.agree(
-            OPEN,
+            OPENING,
             _found_here(tiers, number),
             lambda found: decide(tiers, found),
             Start,
             timeout_s=start_patience_s(tiers.config),
         )
         if start.attempt is None:
-            tiers.listings = tiers.list_now(OPEN)
+            tiers.listings = tiers.list_now(OPENING)
             tiers.make_durable()
             continue
         tiers.exclude_all(start.unreachable)
         tiers.emptied.clear()  # the others are new tiers
-        with reporting_error(ranks, _ATTEMPT):
+        with ranks.reporting_error(_ATTEMPT):
             taken = ranks.topology.is_root or tiers.claim(start.attempt)  # rank 0 has decided it
         message = ClaimMessage(refused=not taken, read_only=tiers.found_read_only)
         answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
@@ -275,7 +275,7 @@ def _discard_unfinished(tiers: OpenedTiers, attempt: Attempt) -> bool:
     """Delete what earlier starts left half written, now that all ranks have written the attempt, and none writes
     anything else. Return whether all ranks can go on with all tiers."""
     timeout_s = start_patience_s(tiers.config)
-    with reporting_error(tiers.ranks, _LEFTOVERS, timeout_s):
+    with tiers.ranks.reporting_error(_LEFTOVERS, timeout_s):
         silent = not tiers.discard_unfinished(attempt)
     return tiers.ranks.agree(
         _LEFTOVERS, silent, lambda found: not any(found.values()), bool, timeout_s=timeout_s
@@ -298,23 +298,9 @@ def fill_in(
 @contextmanager
 def all_ranks_or_none(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
     """Start no rank unless all ranks complete this block, the last within ``timeout_s`` seconds of the first."""
-    with reporting_error(ranks, _READY, timeout_s):
+    with ranks.reporting_error(_READY, timeout_s):
         yield
     ranks.meet(_READY, timeout_s=timeout_s)
-
-
-@contextmanager
-def reporting_error(
-    ranks: Ranks, what: str = OPEN, timeout_s: float | None = None
-) -> Iterator[None]:
-    """Report an error in this block to the other ranks, at their next agreement: by default where they agree on the
-    start."""
-    try:
-        yield
-    except BaseException as error:
-        with suppress(TierfallError):  # it has the same reason: this rank raises its own error
-            ranks.meet(what, timeout_s=timeout_s, is_last=True, error=str(error) or repr(error))
-        raise
 
 
 def decide(
@@ -501,7 +487,7 @@ def _find_shared(opened: OpenedTiers) -> None:
 
     try:
         files = opened.ranks.agree(
-            OPEN,
+            OPENING,
             None,
             lambda _: _write_probe_files(opened, token, written),
             ProbeFiles,
