@@ -1,18 +1,22 @@
-"""A client of S3 stores: botocore builds and signs each request and parses the answer, ``Connections`` sends it.
+"""A client of S3 stores: botocore builds, signs and sends each request, and parses the answer.
 
 Each method makes one request, or one for each page of a listing, and never retries. botocore makes a second request
-only where a bucket is in another region. The exceptions of botocore are classified here.
+only where a bucket is in another region. The exceptions of botocore are classified here. A body is sent from the
+caller's memory without a copy.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import re
-import weakref
+import socket
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from botocore import exceptions  # type: ignore[import-untyped]
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
@@ -25,7 +29,6 @@ from tierfall.backends.object.responses import (
     silence_error,
     translating,
 )
-from tierfall.backends.s3.connections import Connections, NoAnswerError, ViewReader
 from tierfall.core.types.backend import Publish, StoredObject
 from tierfall.core.types.errors import AccessDeniedError, BackendError, KeyNotFoundError
 
@@ -51,6 +54,7 @@ _NO_LOGIN = (
 # Of botocore's own connections, and of services that give credentials. RuntimeError: credentials expired just after
 # they were renewed.
 _NO_ANSWER = (
+    exceptions.ConnectionError,
     exceptions.HTTPClientError,
     exceptions.IncompleteReadError,
     exceptions.CredentialRetrievalError,
@@ -60,20 +64,50 @@ _NO_ANSWER = (
 _FOREIGN = (
     exceptions.BotoCoreError,
     exceptions.ClientError,
-    NoAnswerError,
     ResponseParserError,
     RuntimeError,
     ValueError,
 )
 # Requests for credentials.
 _LOGINS = ("AssumeRole", "GetRoleCredentials", "CreateToken", "CreateOAuth2Token")
+# Without this limit the kernel buffers megabytes of a body, and a slow store seems silent while they drain.
+_UNSENT_BYTES = 256 * 1024
+_READ_BYTES = 256 * 1024
+
+
+class ViewReader(io.RawIOBase):
+    """A caller's memory as a file for botocore. ``read`` returns views of it, which a connection sends as they are."""
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__()
+        self._view = view
+        self._offset = 0
+
+    def __len__(self) -> int:
+        return self._view.nbytes
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._view.nbytes}
+        self._offset = starts[whence] + offset
+        return self._offset
+
+    def tell(self) -> int:
+        return self._offset
+
+    def read(self, size: int = -1) -> Any:
+        start = self._offset
+        self._offset = self._view.nbytes if size < 0 else min(start + size, self._view.nbytes)
+        return self._view[start : self._offset]
 
 
 class S3Client(ObjectClient):
     """See ``ObjectClient``.
 
-    ``service`` is a botocore client, ``parts`` one that does not sign bodies. With ``connections`` None, botocore's own
-    are used. ``extra`` are parameters that are added to every request that has them.
+    ``service`` is a botocore client, ``parts`` one that does not sign bodies. ``extra`` are parameters that are added
+    to every request that has them.
     """
 
     durable = True
@@ -85,7 +119,6 @@ class S3Client(ObjectClient):
         self,
         service: Any,
         parts: Any,
-        connections: Connections | None,
         *,
         place: str,
         prefix: str,
@@ -96,17 +129,14 @@ class S3Client(ObjectClient):
         self.prefix = prefix
         self._service = service
         self._parts = parts
-        self._connections = connections
         self._bucket = bucket
         self._extra = dict(extra)
         for each in (service, parts):
             each.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
+            each.meta.events.register("before-send.s3", _send_at_once)
             each.meta.events.register("before-parse.s3", _check_answer)
-            if connections is not None:
-                each.meta.events.register("before-send.s3", connections.send)
-        if connections is not None:
-            # If this object is garbage-collected without close().
-            weakref.finalize(self, connections.close)
+            limit = (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+            each._endpoint.http_session._socket_options.append(limit)
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
         condition = {"IfNoneMatch": "*"} if publish is Publish.IF_ABSENT else {}
@@ -129,7 +159,7 @@ class S3Client(ObjectClient):
         body, filled = answer["Body"], 0
         try:
             with translated(what):
-                while filled < view.nbytes and (count := body.readinto(view[filled:])):
+                while count := body.readinto(view[filled : filled + _READ_BYTES]):
                     filled += count
                 is_more = bool(body.read(1))
         finally:
@@ -213,8 +243,6 @@ class S3Client(ObjectClient):
 
     def close(self) -> None:
         """Close the connections. Open writers may still abort, over new connections."""
-        if self._connections is not None:
-            self._connections.close()
         for each in (self._service, self._parts):
             each.close()
 
@@ -254,9 +282,18 @@ def _add_md5(params: dict[str, Any], **_: Any) -> None:
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
+def _send_at_once(request: Any, **_: Any) -> None:
+    """Send the body without waiting for "100 Continue": the answer of a store that refuses it is read all the same."""
+    request.headers.pop("Expect", None)
+
+
 def _check_answer(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
-    """Raise for two kinds of answers before botocore parses them."""
+    """Raise for three kinds of answers before botocore parses them."""
     status, headers = response_dict["status_code"], response_dict["headers"]
+    length, body = headers.get("Content-Length"), response_dict["body"]
+    is_read = isinstance(body, bytes) and operation_model.http.get("method") != "HEAD"
+    if is_read and length is not None and len(body) < int(length):
+        raise exceptions.IncompleteReadError(actual_bytes=len(body), expected_bytes=length)
     if status in (301, 302, 307) and "x-amz-bucket-region" not in headers:
         # botocore would ask for the bucket's region, get the same answer, and ask again without end.
         answer = {"ResponseMetadata": {"HTTPStatusCode": 301, "HTTPHeaders": {}}}
@@ -277,8 +314,6 @@ def translated(what: str) -> AbstractContextManager[None]:
 def store_error(error: Exception, what: str) -> BackendError:
     """Classify an exception of botocore."""
     name = type(error).__name__
-    if isinstance(error, NoAnswerError):
-        return silence_error(str(error), what)
     if isinstance(error, exceptions.ClientError):
         return _refusal(error, what)
     if isinstance(error, exceptions.NoCredentialsError):
@@ -291,7 +326,7 @@ def store_error(error: Exception, what: str) -> BackendError:
             f"{what}: the credentials are of no use: {name}; log in again (aws sso login), or {KEYS_HINT}"
         )
     if isinstance(error, _NO_ANSWER):
-        return silence_error(name, what)
+        return silence_error(_describe(error), what)
     if isinstance(error, ResponseParserError | ValueError):
         return BackendError(f"{what}: the store's answer is none of S3's; is this an S3 server?")
     return BackendError(f"{what}: botocore failed: {name}")
@@ -307,3 +342,28 @@ def _refusal(error: exceptions.ClientError, what: str) -> BackendError:
             f"{what}: {error.operation_name} gives no credentials: {code}; check the role and its token"
         )
     return found
+
+
+def _describe(error: Exception) -> str:
+    """Describe why a server gave no answer, without anything that was sent, and what to look at."""
+    cause = _cause(error)
+    reason, hint = str(getattr(cause, "strerror", None) or type(cause).__name__), ""
+    match cause:
+        case socket.gaierror():
+            hint = " (a host name without an address: is endpoint_url right?)"
+        case ConnectionRefusedError():
+            hint = " (no server accepts connections there: is endpoint_url right?)"
+        case ssl.SSLCertVerificationError():
+            reason = f"a certificate that is not trusted ({cause.verify_message})"
+        case ssl.SSLError() if cause.reason == "WRONG_VERSION_NUMBER":
+            reason, hint = "no TLS", " (the server answers by http: is endpoint_url http://?)"
+    url = urlsplit(str(getattr(error, "kwargs", {}).get("endpoint_url") or ""))
+    server = f"{url.hostname}:{url.port}" if url.port else url.hostname
+    return f"{reason} at {server}{hint}" if server else reason
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the exception that libraries have replaced by ``error``."""
+    known = (getattr(error, "kwargs", {}).get("error"), error.__cause__, *error.args)
+    inner = next((each for each in known if isinstance(each, BaseException)), None)
+    return error if inner is None else _cause(inner)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from botocore import UNSIGNED  # type: ignore[import-untyped]
 from botocore.config import Config  # type: ignore[import-untyped]
@@ -33,7 +32,6 @@ from botocore.session import Session  # type: ignore[import-untyped]
 
 from tierfall.backends.object.responses import hide_requests, unknown_argument
 from tierfall.backends.s3.client import S3Client, translated
-from tierfall.backends.s3.connections import Connections, tls_context
 from tierfall.backends.toolkit.keys import check_key
 from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.text import hint_at
@@ -42,7 +40,7 @@ from tierfall.core.types.text import hint_at
 _DEFAULTS = {
     "connect_timeout": 5.0,
     "read_timeout": 120.0,
-    "max_pool_connections": 16,
+    "max_pool_connections": 64,
     "retries": {"total_max_attempts": 1},
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
@@ -115,16 +113,8 @@ def open_client(url: str, options: Mapping[str, Any] | None = None) -> S3Client:
             # Parts are unsigned: hashing one for its signature takes too long.
             for each in (config, _with_s3(config, {"payload_signing_enabled": False}))
         )
-        endpoint = _checked_endpoint(service.meta.endpoint_url, what)
-        verify = words.get("verify")
-        connections = _connections(
-            service.meta.config,
-            endpoint,
-            session.get_config_variable("ca_bundle") if verify is None else verify,
-        )
-    return S3Client(
-        service, parts, connections, place=place, prefix=prefix, bucket=bucket, extra=extra
-    )
+        _checked_endpoint(service.meta.endpoint_url, what)
+    return S3Client(service, parts, place=place, prefix=prefix, bucket=bucket, extra=extra)
 
 
 def _config(options: dict[str, Any], what: str) -> Config:
@@ -181,6 +171,8 @@ def _client_words(options: dict[str, Any], what: str) -> dict[str, Any]:
     for name, variable, of_botocore in _VARIABLES:
         if not words.get(name) and os.environ.get(variable) and not of_botocore & os.environ.keys():
             words[name] = os.environ[variable]
+    if isinstance(words.get("verify"), str):
+        os.stat(words["verify"])  # botocore looks for it at the first request only
     if words.get("endpoint_url"):
         words["endpoint_url"] = _checked_endpoint(words["endpoint_url"], what)
     unknown = sorted(options.keys() - _WITHOUT_EFFECT)
@@ -209,21 +201,6 @@ def _checked_endpoint(endpoint: Any, what: str) -> str:
     if parts.username is not None or parts.password is not None:
         raise ConfigError(f"{what}: no credentials in endpoint_url; use key and secret")
     return str(endpoint).rstrip("/")
-
-
-def _connections(config: Config, endpoint: str, verify: bool | str | None) -> Connections | None:
-    """Return our own connections; None where botocore's are needed: for a proxy, or with a client certificate."""
-    parts = urlsplit(endpoint)
-    proxies = getproxies() if config.proxies is None else config.proxies
-    is_proxied = parts.scheme in proxies and not proxy_bypass(parts.hostname or "")
-    if is_proxied or config.client_cert:
-        return None
-    verify = os.environ.get("REQUESTS_CA_BUNDLE", True) if verify is None else verify
-    return Connections(
-        connect_s=float(config.connect_timeout),
-        read_s=float(config.read_timeout),
-        tls=tls_context(verify) if parts.scheme == "https" else None,
-    )
 
 
 def _is_set(variable: str) -> bool:
