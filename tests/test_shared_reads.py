@@ -86,9 +86,10 @@ class Storage:
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
     found = Storage()
-    real = tierfall.setup.tiers.wrap
+    real = tierfall.setup.tiers.Retrying
     monkeypatch.setattr(
-        "tierfall.setup.tiers.wrap", lambda inner, **more: found.watch(real(inner, **more))
+        "tierfall.setup.tiers.Retrying",
+        lambda inner, retry, **more: real(found.watch(inner), retry, **more),
     )
     return found
 

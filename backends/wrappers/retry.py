@@ -1,9 +1,13 @@
-"""Retries of idempotent calls after retryable errors.
+"""A backend as a tier uses it: idempotent calls are made again after retryable errors, and rates are limited.
 
 Reads, listings, deletions, the write of one range, and ``publish`` under ``Publish.REPLACE`` are idempotent; a writer
 that cannot publish again raises that it is dead, and the first error is then chained. ``publish`` under
 ``Publish.IF_ABSENT`` is not retried, and its retryable error is raised as one that is not: if only the answer was lost,
 a second try would fail because of the first.
+
+The rates of writes and reads are separate: a restore does not disturb training. The bytes of every try count. Idle time
+earns no credit: a burst after a pause would disturb training. ``read_cached`` is not limited: it does not use the
+medium.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tierfall.backends.wrappers.base import Limited, Wrapper, WriterWrapper
-from tierfall.core.runtime.rate_limit import RateLimiter
-from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
+from tierfall.backends.toolkit.views import flat
+from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
+from tierfall.core.runtime.rate_limit import SLICE_BYTES_MIN, RateLimiter
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import BackendError
 
 T = TypeVar("T")
@@ -58,32 +63,88 @@ class RetryPolicy:
 
 class Retrying(Wrapper):
     """Makes each idempotent call again, by ``retry``, while its error is retryable. ``discard_unfinished`` counts what
-    its last try removed."""
+    its last try removed.
 
-    def __init__(self, inner: Backend, retry: RetryPolicy) -> None:
+    ``writes`` and ``reads`` limit the rates; None: no limit. ``last_answer_s`` is the time, on the monotonic clock,
+    when a read, an fsync, a deletion or a row of a listing last returned: a bounded wait distinguishes a long listing
+    from silence by it.
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        retry: RetryPolicy,
+        *,
+        writes: RateLimiter | None = None,
+        reads: RateLimiter | None = None,
+    ) -> None:
         super().__init__(inner)
         self._retry = retry
+        self._writes, self._reads = writes, reads
+        self.last_answer_s = time.monotonic()
 
     def call(self, doing: str, function: Callable[[], T], *, bytes: int = 0) -> T:
-        return self._retry.run(function)
+        found = self._retry.run(function)
+        self.last_answer_s = time.monotonic()
+        return found
 
     def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
-        return _RetryingWriter(inner, self._retry, publish, f"{key!r} in {self.place}")
+        what = f"{key!r} in {self.place}"
+        return _RetryingWriter(inner, self._retry, publish, what, self._writes, self.traits)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        """Wait for the rate of the whole read, then make it in one call: between two, the object could be replaced."""
+
+        def read() -> None:
+            if self._reads is not None:
+                self._reads.acquire(view.nbytes, whole=True)
+            self._inner.read_into(key, offset, view)
+
+        self.call("read", read)
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         """Finish the listing before the first row is yielded, so that it can be retried as a whole."""
-        yield from self.call("list", lambda: list(self._inner.scan(prefix)))
+
+        def rows() -> list[StoredObject]:
+            found = []
+            for stored in self._inner.scan(prefix):
+                self.last_answer_s = time.monotonic()
+                found.append(stored)
+            return found
+
+        yield from self.call("list", rows)
 
 
 class _RetryingWriter(WriterWrapper):
-    def __init__(self, inner: Writer, retry: RetryPolicy, publish: Publish, what: str) -> None:
+    def __init__(
+        self,
+        inner: Writer,
+        retry: RetryPolicy,
+        publish: Publish,
+        what: str,
+        rate: RateLimiter | None,
+        traits: Traits,
+    ) -> None:
         super().__init__(inner)
         self._retry = retry
         self._mode = publish
         self._what = what
+        self._rate = rate
+        # not divided if a backend bounds the length of a write, nor if offsets must rise: a retry of the whole range
+        # would begin at an earlier offset
+        whole = traits.part_bytes_min or traits.ordered_writes
+        self._unit_bytes = 0 if whole else max(traits.alignment_bytes, SLICE_BYTES_MIN)
 
     def write(self, offset: int, view: memoryview) -> None:
-        self._retry.run(lambda: self._inner.write(offset, view))
+        """Write a range; with a rate slice by slice, so that a slow tier advances evenly."""
+        self._retry.run(lambda: self._write_slices(offset, view))
+
+    def _write_slices(self, offset: int, view: memoryview) -> None:
+        if self._rate is None:
+            self._inner.write(offset, view)
+            return
+        for start, piece in self._rate.slices(flat(view), unit_bytes=self._unit_bytes):
+            self._inner.write(offset + start, piece)
 
     def publish(self) -> None:
         if self._mode is Publish.IF_ABSENT:
@@ -116,18 +177,3 @@ class _RetryingWriter(WriterWrapper):
                 raise
 
         self._retry.run(call)
-
-
-def wrap(
-    inner: Backend,
-    *,
-    writes: RateLimiter | None = None,
-    reads: RateLimiter | None = None,
-    retry: RetryPolicy,
-) -> Backend:
-    """Return ``inner`` as a tier uses it: limited by the rates of ``writes`` and ``reads``, and retried.
-
-    The limit is inside of the retry: the bytes of every try count."""
-    if (writes, reads) != (None, None):
-        inner = Limited(inner, writes=writes, reads=reads)
-    return Retrying(inner, retry)

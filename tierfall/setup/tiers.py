@@ -15,9 +15,8 @@ from typing import TypeVar
 
 from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.wrappers.base import LastAnswer
 from tierfall.backends.wrappers.bounded import Bounded
-from tierfall.backends.wrappers.retry import RetryPolicy, wrap
+from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
@@ -331,9 +330,9 @@ def _store(
 ) -> StoredTier:
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
-    answering = LastAnswer(backend)
     reads = RateLimiter(tier.read_bandwidth) if tier.read_bandwidth else None
-    wrapped = wrap(answering, writes=pace, reads=reads, retry=RetryPolicy(tries=STORAGE_TRIES))
+    answering = Retrying(backend, RetryPolicy(tries=STORAGE_TRIES), writes=pace, reads=reads)
+    wrapped: Backend = answering
     if is_bounded:
         wrapped = bounded(wrapped, tier, config, lambda: answering.last_answer_s)
     return StoredTier(
