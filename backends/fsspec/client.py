@@ -5,16 +5,10 @@ not promise that a file appears atomically. So it is written in order under an u
 when it is whole: by a rename where the filesystem has one, else by a copy and a deletion. Conditional create is used
 only on object stores, whose put is one request with a condition, because a file that is opened exclusively is visible
 before it is whole. Empty folders are not removed.
-
-Each filesystem raises exceptions of its own libraries, so every ``Exception`` is classified here, by its class, errno
-and status only: its text may contain the request.
 """
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -22,13 +16,7 @@ from typing import Any
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
 from tierfall.backends.object.client import ObjectClient, Stream
-from tierfall.backends.object.responses import (
-    KEYS_HINT,
-    answer_error,
-    creating,
-    silence_error,
-    translating,
-)
+from tierfall.backends.object.responses import answer_in, creating, library_error, translating
 from tierfall.backends.toolkit.keys import is_unfinished, unfinished_name
 from tierfall.backends.toolkit.views import copy_bytes, flat
 from tierfall.core.types.backend import Publish, StoredObject, part_bytes
@@ -37,7 +25,6 @@ from tierfall.core.types.errors import (
     BackendError,
     KeyExistsError,
     KeyNotFoundError,
-    StorageFullError,
     UnreachableError,
 )
 
@@ -51,23 +38,8 @@ _VERSIONS = (
 )  # fmt: skip
 # Of the other filesystems, those whose move replaces a file atomically.
 _REPLACING = ("file", "local", "sftp", "ssh")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The least length of a part of an upload.
 _PART_BYTES = 16 * 1024 * 1024
-# Class names of aiohttp, botocore, azure and google.auth for a request without an answer, or for credentials that could
-# not be fetched; the classes are not imported.
-_SILENT = {
-    *("ClientError", "ConnectionError", "HTTPClientError", "IncompleteRead", "IncompleteReadError"),
-    *("ServiceRequestError", "ServiceResponseError", "TransportError", "RefreshError"),
-    *("CredentialRetrievalError", "MetadataRetrievalError"),
-}
-# And for credentials that are missing or of no use.
-_NO_LOGIN = {
-    *("NoCredentialsError", "PartialCredentialsError", "SSOError", "TokenRetrievalError"),
-    *("ClientAuthenticationError", "DefaultCredentialsError"),
-}
-# gcsfs raises an OSError without a status for an answer of 403.
-_FORBIDDEN = "Forbidden: "
 
 
 class FsspecClient(ObjectClient):
@@ -207,7 +179,7 @@ class FsspecClient(ObjectClient):
                 return call(path)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
                 self._check_root(what)
-                if _answer_in(error.__cause__) == (404, ""):
+                if answer_in(error.__cause__) == (404, ""):
                     raise  # It names nothing: a proxy in front of the store may have sent it.
                 raise KeyNotFoundError(f"{what}: there is no such object") from None
             except KeyError:
@@ -351,60 +323,4 @@ def _version(entry: Mapping[str, Any]) -> str:
 
 def translated(what: str) -> AbstractContextManager[None]:
     """Raise a filesystem's exceptions as BackendErrors."""
-    return translating(what, (Exception,), store_error)
-
-
-def store_error(error: Exception, what: str) -> BackendError:
-    """Classify an exception of a filesystem."""
-    # In this order: the cause of a silence may have a number that looks like a status, as aiohttp's parser has 400 for
-    # a broken answer.
-    for each in (error, error.__cause__):
-        found = _request_error(each, what)
-        if found is not None:
-            return found
-    if isinstance(error, FileNotFoundError):
-        return KeyNotFoundError(f"{what}: there is no such object")
-    if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
-        return BackendError(f"{what}: a folder and an object would have the same name")
-    if isinstance(error, PermissionError):
-        return AccessDeniedError(f"{what}: not allowed; {KEYS_HINT}")
-    if isinstance(error, OSError):
-        return _system_error(error, what)
-    return BackendError(f"{what}: {type(error).__name__} in fsspec")
-
-
-def _request_error(error: BaseException | None, what: str) -> BackendError | None:
-    """Classify an exception of a request over a network; None if it is none."""
-    answer = _answer_in(error)
-    if answer is not None:
-        return answer_error(*answer, what)
-    names = {each.__name__ for each in type(error).__mro__}
-    if names & _SILENT or isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):
-        return silence_error(type(error).__name__, what)
-    if names & _NO_LOGIN or (type(error) is OSError and str(error).startswith(_FORBIDDEN)):
-        return AccessDeniedError(f"{what}: not allowed; {KEYS_HINT}")
-    return None
-
-
-def _system_error(error: OSError, what: str) -> BackendError:
-    if error.errno in _FULL:
-        return StorageFullError(f"{what}: no space is left; free some")
-    reason = os.strerror(error.errno) if error.errno else type(error).__name__
-    return silence_error(reason, what)
-
-
-def _answer_in(error: BaseException | None) -> tuple[int, str] | None:
-    """Return the status and the code of a store's answer in an exception, or None."""
-    response = getattr(error, "response", None)
-    if isinstance(response, Mapping):
-        # botocore's. The answer to HEAD has no body: botocore then puts the status in place of the code.
-        code = str(response.get("Error", {}).get("Code", ""))
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return int(status), "" if code.isdigit() else code
-    for name in ("status_code", "status", "code"):
-        value = getattr(error, name, None)
-        if isinstance(value, int) and 300 <= value < 600:
-            # error_code: of Azure's exceptions only.
-            named = getattr(error, "error_code", None)
-            return value, str(getattr(named, "value", named) or "")
-    return None
+    return translating(what, library_error)

@@ -1,8 +1,7 @@
 """A client of S3 stores: botocore builds, signs and sends each request, and parses the answer.
 
 Each method makes one request, or one for each page of a listing, and never retries. botocore makes a second request
-only where a bucket is in another region. The exceptions of botocore are classified here. A body is sent from the
-caller's memory without a copy.
+only where a bucket is in another region. A body is sent from the caller's memory without a copy.
 """
 
 from __future__ import annotations
@@ -12,25 +11,23 @@ import hashlib
 import io
 import re
 import socket
-import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from botocore import exceptions  # type: ignore[import-untyped]
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 
 from tierfall.backends.object.client import BareAbsenceError, ObjectClient, UploadGoneError
 from tierfall.backends.object.responses import (
-    KEYS_HINT,
     answer_error,
     creating,
+    library_error,
     silence_error,
     translating,
 )
 from tierfall.core.types.backend import Publish, StoredObject
-from tierfall.core.types.errors import AccessDeniedError, BackendError, KeyNotFoundError
+from tierfall.core.types.errors import BackendError, KeyNotFoundError
 
 # The root element of each answer in which missing rows mean something.
 _ROOTS = {
@@ -44,32 +41,6 @@ _START = rb"\s*(<\?.*?\?>\s*)?<([\w.-]+:)?"
 _AFTER_OBJECTS = {"ContinuationToken": "NextContinuationToken"}
 _AFTER_PARTS = {"PartNumberMarker": "NextPartNumberMarker"}
 _AFTER_UPLOADS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-
-
-_NO_LOGIN = (
-    exceptions.SSOError,
-    exceptions.TokenRetrievalError,
-    exceptions.PartialCredentialsError,
-)
-# Of botocore's own connections, and of services that give credentials. RuntimeError: credentials expired just after
-# they were renewed.
-_NO_ANSWER = (
-    exceptions.ConnectionError,
-    exceptions.HTTPClientError,
-    exceptions.IncompleteReadError,
-    exceptions.CredentialRetrievalError,
-    exceptions.MetadataRetrievalError,
-    RuntimeError,
-)
-_FOREIGN = (
-    exceptions.BotoCoreError,
-    exceptions.ClientError,
-    ResponseParserError,
-    RuntimeError,
-    ValueError,
-)
-# Requests for credentials.
-_LOGINS = ("AssumeRole", "GetRoleCredentials", "CreateToken", "CreateOAuth2Token")
 # Without this limit the kernel buffers megabytes of a body, and a slow store seems silent while they drain.
 _UNSENT_BYTES = 256 * 1024
 _READ_BYTES = 256 * 1024
@@ -308,62 +279,13 @@ def _check_answer(operation_model: Any, response_dict: dict[str, Any], **_: Any)
 
 def translated(what: str) -> AbstractContextManager[None]:
     """Raise botocore's exceptions as BackendErrors."""
-    return translating(what, _FOREIGN, store_error)
+    return translating(what, store_error)
 
 
 def store_error(error: Exception, what: str) -> BackendError:
     """Classify an exception of botocore."""
-    name = type(error).__name__
-    if isinstance(error, exceptions.ClientError):
-        return _refusal(error, what)
-    if isinstance(error, exceptions.NoCredentialsError):
-        return AccessDeniedError(
-            f"{what}: no credentials were found; give key and secret (or profile) under options, set AWS_ACCESS_KEY_ID "
-            "and AWS_SECRET_ACCESS_KEY, or give this machine a role; anon: true uses none"
-        )
-    if isinstance(error, _NO_LOGIN):
-        return AccessDeniedError(
-            f"{what}: the credentials are of no use: {name}; log in again (aws sso login), or {KEYS_HINT}"
-        )
-    if isinstance(error, _NO_ANSWER):
-        return silence_error(_describe(error), what)
     if isinstance(error, ResponseParserError | ValueError):
         return BackendError(f"{what}: the store's answer is none of S3's; is this an S3 server?")
-    return BackendError(f"{what}: botocore failed: {name}")
-
-
-def _refusal(error: exceptions.ClientError, what: str) -> BackendError:
-    """Classify an error answer. The answer to HEAD has no body: botocore then puts the status in place of the code."""
-    code = str(error.response.get("Error", {}).get("Code", ""))
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    found = answer_error(int(status), "" if code.isdigit() else code, what)
-    if error.operation_name.startswith(_LOGINS) and not found.retryable:
-        return AccessDeniedError(
-            f"{what}: {error.operation_name} gives no credentials: {code}; check the role and its token"
-        )
-    return found
-
-
-def _describe(error: Exception) -> str:
-    """Describe why a server gave no answer, without anything that was sent, and what to look at."""
-    cause = _cause(error)
-    reason, hint = str(getattr(cause, "strerror", None) or type(cause).__name__), ""
-    match cause:
-        case socket.gaierror():
-            hint = " (a host name without an address: is endpoint_url right?)"
-        case ConnectionRefusedError():
-            hint = " (no server accepts connections there: is endpoint_url right?)"
-        case ssl.SSLCertVerificationError():
-            reason = f"a certificate that is not trusted ({cause.verify_message})"
-        case ssl.SSLError() if cause.reason == "WRONG_VERSION_NUMBER":
-            reason, hint = "no TLS", " (the server answers by http: is endpoint_url http://?)"
-    url = urlsplit(str(getattr(error, "kwargs", {}).get("endpoint_url") or ""))
-    server = f"{url.hostname}:{url.port}" if url.port else url.hostname
-    return f"{reason} at {server}{hint}" if server else reason
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the exception that libraries have replaced by ``error``."""
-    known = (getattr(error, "kwargs", {}).get("error"), error.__cause__, *error.args)
-    inner = next((each for each in known if isinstance(each, BaseException)), None)
-    return error if inner is None else _cause(inner)
+    if isinstance(error, RuntimeError):  # credentials expired just after they were renewed
+        return silence_error(type(error).__name__, what)
+    return library_error(error, what)
