@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.backends.posix import system
-from tierfall.backends.posix.folders import Entry, Folders, Listings, is_missing, make_root
+from tierfall.backends.posix.folders import Entry, Folders, is_missing, make_root, walk
 from tierfall.backends.posix.probe import UNPROBED, Exclusive, Medium, direct_block, probe
 from tierfall.backends.posix.system import (
     BOUNCE_BYTES,
@@ -157,7 +157,7 @@ class PosixBackend(BackendBase):
         check_prefix(prefix)
         return (
             StoredObject(key=key, bytes=entry.bytes, version=entry.version)
-            for key, entry in Listings(self._entries).walk(prefix)
+            for key, entry in walk(self._entries, prefix)
             if not entry.is_folder and is_key(key)
         )
 
@@ -199,7 +199,7 @@ class PosixBackend(BackendBase):
     def discard_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)
         self._check_writable(self._what("clean up", prefix))
-        found = list(Listings(self._entries).walk(prefix))
+        found = list(walk(self._entries, prefix))
         dead: dict[str, list[str]] = {}
         for path, entry in found:
             unfinished = not entry.is_folder and is_unfinished(entry.name)

@@ -69,9 +69,6 @@ KINDS = {
     f"{medium}-{name}": Kind(medium=medium, around=WRAPS[name])
     for medium, name in (("memory", "bare"), ("direct", "bare"), ("buffered", "wrapped"))
 }
-GROUPED = "grouped-bare"
-"""Files whose folders are listed several at a time from the first one on: see the fixture ``grouped_listings``."""
-KINDS[GROUPED] = Kind(medium="grouped", around=WRAPS["bare"])
 
 
 def files_below(root: Path) -> list[str]:
