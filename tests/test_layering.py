@@ -73,7 +73,7 @@ LINES = {
     ("core/flush",): 8_141,
     ("policies",): 2_216,
     ("backends",): 5_622,
-    ("tiers",): 4_891,
+    ("tiers",): 4_854,
     ("tierfall/config",): 2_638,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_122,
     ("tierfall/ops",): 3_290,

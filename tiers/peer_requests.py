@@ -182,7 +182,7 @@ class Requests:
     # Reading
 
     def _list(self) -> bytes:
-        images, problems = self._images.folder.images()
+        images, problems = self._images.kept.images()
         rows = [
             [i.path.name, i.shard.rank, i.shard.world_size, i.commit.encode().decode()]
             for i in images
@@ -205,7 +205,7 @@ class Requests:
         key = checkpoint, shard, str(head["attempt_id"])
         found, failure = self._found.get(key), None
         if found is None:
-            found = self._images.folder.find(*key)
+            found = self._images.kept.find(*key)
         self._found = {}
         for image in found:
             try:

@@ -58,7 +58,7 @@ def test_an_address_of_the_environment_may_carry_no_password(
     assert SECRET not in str(caught.value)
 
 
-class SentError(Exception):
+class SentError(BaseException):
     """Ends a request before it is sent."""
 
 
