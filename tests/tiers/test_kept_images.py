@@ -348,14 +348,14 @@ def test_a_request_that_comes_late_or_twice_takes_no_place(
 def test_of_one_request_that_comes_twice_at_once_one_takes_memory(
     images: KeptImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = KeptImages._take
+    real = KeptImages._allocate
 
     def slow(self: KeptImages, *arguments: Any, **more: Any) -> Any:
-        monkeypatch.setattr(KeptImages, "_take", real)
+        monkeypatch.setattr(KeptImages, "_allocate", real)
         receive(images, ONE, seals=False)
         return real(self, *arguments, **more)
 
-    monkeypatch.setattr(KeptImages, "_take", slow)
+    monkeypatch.setattr(KeptImages, "_allocate", slow)
     assert not begin(images, ONE, upload=100)
     manifest, commit = records_of(ONE)
     images.seal(ONE, SHARD, 100, manifest=manifest.encode(), commit=commit.encode())
