@@ -20,7 +20,7 @@ from tierfall.core.types.errors import CapacityError, ConfigError, IntegrityErro
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.tiers import host as host_module
 from tierfall.tiers import image_file
-from tierfall.tiers.host import FILES_MAX, HostTier
+from tierfall.tiers.host import FILES_MAX, HostTier, held_bytes
 from tierfall.tiers.host_folder import RoomReport
 from tierfall.tiers.image_file import Region, room_for
 
@@ -215,11 +215,12 @@ def test_ranks_of_a_node_share_what_is_free(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """``short(free)``: from now on so many bytes are free for files."""
+def short(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``short(free)``: now so many bytes are free for files, and what is deleted from here on."""
 
     def set_free(free_bytes: int) -> None:
-        monkeypatch.setattr(image_file, "measure_room", lambda folder: room(free_bytes))
+        known = free_bytes + held_bytes(folder)
+        monkeypatch.setattr(image_file, "measure_room", lambda _: room(known - held_bytes(folder)))
 
     return set_free
 

@@ -139,7 +139,7 @@ def test_free_files_are_deleted_for_an_image_that_needs_their_memory(
     need = 3 * CUT.image_bytes
 
     def little(folder: Path) -> RoomReport:
-        free_bytes = need if len(files(tmp_path)) == 2 else 0
+        free_bytes = 2 * need if len(files(tmp_path)) == 2 else 0
         return RoomReport(
             folder=folder,
             file_system_free_bytes=free_bytes,
