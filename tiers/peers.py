@@ -63,7 +63,7 @@ class PeerCache(StoredTier):
     ) -> None:
         # what a tier stores beside images is in its folder: here, nothing
         backend = PosixBackend(folder, read_only=True, direct_io=False)
-        super().__init__(name=name, run=run, backend=backend, has_latest=False, **options)
+        super().__init__(name=name, run=run, backend=backend, **options)
         self._kept = kept
         self._images = images
         self._sent = tuple(sent)
@@ -315,6 +315,9 @@ class PeerCache(StoredTier):
 
     def sync_commit(self, checkpoint: CheckpointId) -> None:
         """Memory has nothing to sync."""
+
+    def write_latest(self, checkpoint: CheckpointId) -> None:
+        """The tiers of storage name the newest checkpoint."""
 
     def record_lineage(self, commit: Commit, writer: Attempt | None = None) -> None:
         """The tiers of storage record how an attempt began."""

@@ -1,13 +1,16 @@
-"""The two small files of a run beside its checkpoints: the tier record, which identifies the tier, and ``latest``,
-which names the newest checkpoint."""
+"""The small files of a run beside its checkpoints: the tier record, which identifies the tier, ``latest``, which names
+the newest checkpoint, and the list of what is decided."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from tierfall.core.format.documents import read_twice
+from tierfall.core.format.decided import Decided, DecidedList
+from tierfall.core.format.documents import JsonFields, open_sealed, read_twice
 from tierfall.core.format.records import TierRecord, parse_tier_record
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -120,21 +123,17 @@ class TierRecordFile:
 
 class LatestHint:
     """The file ``latest``, which names the newest checkpoint, for people and for listings: what it names is asked for
-    by key where a listing does not show it. Without ``kept`` the file is neither written nor read."""
+    by key where a listing does not show it."""
 
-    def __init__(self, documents: Documents, *, kept: bool) -> None:
+    def __init__(self, documents: Documents) -> None:
         self._documents = documents
         self._key = f"{documents.run}/{keys.LATEST_NAME}"
-        self._kept = kept
 
     def write(self, checkpoint: CheckpointId) -> None:
-        if self._kept:
-            self._documents.replace(self._key, f"{keys.step_folder(checkpoint)}\n".encode())
+        self._documents.replace(self._key, f"{keys.step_folder(checkpoint)}\n".encode())
 
     def read(self, listed_bytes: int | None = None) -> CheckpointId | None:
         """Read it; None where it is missing or names no checkpoint. ``listed_bytes`` is its size by a listing."""
-        if not self._kept:
-            return None
         try:
             text = self._documents.read(self._key, bytes_known=listed_bytes)
             if not text.endswith(b"\n"):  # it was replaced since by a longer one
@@ -156,3 +155,68 @@ class LatestHint:
             logger.warning(
                 "%s: 'latest' is missing until the next commit there", self._documents.tier
             )
+
+
+class DecidedFolder:
+    """The folder ``decided`` of a run on one tier: its list of what persons have decided and readers have found.
+
+    An entry is created once, and goes only with the run. So what was read before still stands, whatever a listing
+    leaves out. See ``core/format/decided.py``. May be used by several threads.
+    """
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+        self._prefix = f"{documents.run}/{keys.DECIDED_FOLDER}/"
+        self._guard = threading.Lock()
+        self._known = DecidedList()
+        self._read_s = float("-inf")
+        self._batch = 0
+
+    @property
+    def known(self) -> DecidedList:
+        """The list as it was read last, with what this process has added since."""
+        with self._guard:
+            return self._known
+
+    def read(self, *, max_age_s: float = 0.0, batch: int = 0) -> DecidedList:
+        """Read the list. The last listing serves if it is younger than ``max_age_s`` seconds and, for a deletion of a
+        ``batch`` (0: none), another one of that batch has read it. Raises BackendError."""
+        began_s = time.monotonic()
+        with self._guard:
+            is_young = began_s - self._read_s < max_age_s
+            if is_young and batch in (0, self._batch):
+                return self._known
+        found = self._documents.backend.scan(self._prefix)
+        known = self.note((stored.key.removeprefix(self._prefix) for stored in found), began_s)
+        if batch:
+            with self._guard:
+                self._batch = batch
+        return known
+
+    def note(self, names: Iterable[str], began_s: float) -> DecidedList:
+        """Note the names in a listing that began at ``began_s`` on the monotonic clock; return the list."""
+        found = DecidedList.parse(names)
+        with self._guard:
+            self._known |= found
+            self._read_s = max(self._read_s, began_s)
+            return self._known
+
+    def add(self, entry: Decided, *, reason: str = "") -> None:
+        """Create an entry, durable on return. One that is there already is what was asked for."""
+        key = self._prefix + entry.name
+        try:
+            self._documents.create(key, entry.encode(reason, time.time()))
+        except KeyExistsError:
+            self._documents.sync(key)
+        with self._guard:
+            self._known |= DecidedList([entry])
+
+    def reason(self, entry: Decided) -> str:
+        """Read the reason that an entry gives; it counts even if that cannot be read."""
+        key = self._prefix + entry.name
+        what = self._documents.what(key)
+        try:
+            members = open_sealed(self._documents.read(key), what=what)
+            return str(JsonFields(members, what).get("reason", str))
+        except TierfallError:
+            return f"its entry {keys.DECIDED_FOLDER}/{entry.name} cannot be read"

@@ -76,7 +76,7 @@ logger = logging.getLogger("tierfall")
 
 
 class DecidedStore(Protocol):
-    """A tier's list of what is decided: ``tiers/listing.py:DecidedFolder``."""
+    """A tier's list of what is decided: ``tiers/run_files.py:DecidedFolder``."""
 
     def read(self, *, max_age_s: float = ...) -> DecidedList: ...
 

@@ -182,7 +182,7 @@ def test_the_list_is_read_once_a_second_and_at_each_batch(
     """The deletion of many copies at once costs few listings."""
     clock = SimpleNamespace(now=100.0, time=time.time)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr("tierfall.tiers.listing.time", clock)
+    monkeypatch.setattr("tierfall.tiers.run_files.time", clock)
     counting = Listings(disk)
     tier = tier_on(counting)
     tier.delete(CheckpointId(9, 1), attempt=None, known=DecidedList(), batch=1)

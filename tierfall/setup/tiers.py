@@ -377,7 +377,7 @@ def list_all(
     newest: bool = False,
 ) -> tuple[Listing, ...]:
     """List every stored tier, side by side; return the listings after that of ``memory``, fastest tier first. A tier
-    that does not answer in time has that as its error. ``newest`` is as in ``TierCatalog.list``."""
+    that does not answer in time has that as its error. ``newest`` is as in ``StoredTier.list``."""
     opened = [store for name, store in stores.items() if name not in errors]
     answers = call_tiers(
         opened, lambda store: store.list(newest=newest), config, calls, doing="list", log_slow=True
