@@ -72,7 +72,7 @@ LINES = {
     ("core/compression",): 373,
     ("core/flush",): 8_141,
     ("policies",): 2_216,
-    ("backends",): 5_622,
+    ("backends",): 5_594,
     ("tiers",): 4_805,
     ("tierfall/config",): 2_638,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_122,
