@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierfall.backends.object.backend import ObjectStoreBackend
-from tierfall.backends.object.client import ObjectClient
-from tierfall.backends.object.store_client import StoreClient
+from tierfall.backends.object.client import ObjectClient, StoreClient
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit import registry
-from tierfall.backends.wrappers.retry import RetryPolicy
+from tierfall.backends.wrappers import RetryPolicy
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import Driver
@@ -157,7 +156,7 @@ def _client(
     if scheme == "s3" and driver is None:
         folder, library = "s3", "botocore"
     try:
-        module = importlib.import_module(f"tierfall.backends.{folder}.options")
+        module = importlib.import_module(f"tierfall.backends.{folder}.client")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != library:
             raise

@@ -24,7 +24,7 @@ from tests.core.ranks.threads import network
 from tests.media import Medium
 from tests.object_store import SeaweedFS
 from tests.steps import state_of
-from tierfall.backends.wrappers.retry import RetryPolicy
+from tierfall.backends.wrappers import RetryPolicy
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.messages import wait_for_messages
 

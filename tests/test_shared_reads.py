@@ -14,7 +14,7 @@ import pytest
 
 import tierfall
 from tests.steps import state_of, steps_on, wait_until
-from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
+from tierfall.backends.wrappers import Wrapper, WriterWrapper
 from tierfall.core.types.backend import Backend, Traits, Writer
 from tierfall.core.types.errors import AccessDeniedError
 

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierfall.core.compression.codec import Packer
+from tierfall.core.compression.codec import Packer, frame_bytes_max
 from tierfall.core.compression.frame_table import (
     FrameTable,
     chunk_widths,
     make_frame_table,
     seek_table_bytes,
 )
-from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format.commit_files import packed_files
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Geometry, Manifest, NamedFile

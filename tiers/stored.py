@@ -43,15 +43,17 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.lineage import AttemptStart, abandoned_by
 from tierfall.core.types.values import CheckpointId, Codec, CopyState, Shard
-from tierfall.tiers.attempts import Fence, LineageRecords, start_from_name
-from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import Compression, PackedImageWriter, Packing, RawImageWriter
 from tierfall.tiers.run_files import (
     ContradictionError,
     DecidedFolder,
+    Documents,
+    Fence,
     LatestHint,
+    LineageRecords,
     SetIdentityCheck,
     TierRecordFile,
+    start_from_name,
 )
 
 logger = logging.getLogger("tierfall")

@@ -18,12 +18,16 @@ from pathlib import Path
 
 from tierfall.backends.posix import system
 from tierfall.backends.posix.folders import Entry, Folders, is_missing, make_root, walk
-from tierfall.backends.posix.probe import UNPROBED, Exclusive, Medium, direct_block, probe
 from tierfall.backends.posix.system import (
     BOUNCE_BYTES,
     DIRECT_BYTES_MIN,
+    UNPROBED,
+    Exclusive,
+    Medium,
     backend_error,
+    direct_block,
     is_cached,
+    probe,
     read_whole,
     read_without_waiting,
     split,

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.compression.codec import frame_bytes_max
 from tierfall.core.copies.image_writes import ImageUpload, WritableStore, publish_image
 from tierfall.core.copies.images import (
     Image,

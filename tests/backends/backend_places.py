@@ -16,7 +16,7 @@ import pytest
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.views import aligned_block
-from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
+from tierfall.backends.wrappers import Retrying, RetryPolicy
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.backend import Backend, Publish
 

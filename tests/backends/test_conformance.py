@@ -11,7 +11,7 @@ from backend_places import KINDS
 
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
+from tierfall.backends.wrappers import Wrapper, WriterWrapper
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import BackendError, KeyNotFoundError
 

@@ -10,8 +10,7 @@ from backend_places import put
 from s3_stub import Stub, refused
 
 from tests.object_store import SeaweedFS
-from tierfall.backends.fsspec.client import FsspecClient
-from tierfall.backends.fsspec.options import open_client
+from tierfall.backends.fsspec.client import FsspecClient, open_client
 from tierfall.backends.object.client import BareAbsenceError
 from tierfall.backends.object.responses import library_error
 from tierfall.backends.open import open_backend

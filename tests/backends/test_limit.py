@@ -9,8 +9,7 @@ import pytest
 from backend_places import get, put
 
 from tests.memory_backend import MemoryBackend
-from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
-from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
+from tierfall.backends.wrappers import Retrying, RetryPolicy, Wrapper, WriterWrapper
 from tierfall.core.runtime.rate_limit import SLICE_BYTES_MIN, RateLimiter
 from tierfall.core.types.backend import Backend, Publish, Traits, Writer
 

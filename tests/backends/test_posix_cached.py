@@ -12,7 +12,7 @@ from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.system import is_cached
 from tierfall.backends.toolkit.views import aligned_block
-from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
+from tierfall.backends.wrappers import Retrying, RetryPolicy
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.errors import BackendError
 

@@ -9,7 +9,7 @@ import pytest
 from backend_places import put
 from s3_stub import KEY, PART_BYTES, SECRET, Stub, opened, refused
 
-from tierfall.backends.s3.options import open_client
+from tierfall.backends.s3.client import open_client
 from tierfall.core.types.errors import AccessDeniedError, ConfigError
 
 KEYS = {"key": KEY, "secret": SECRET}

@@ -32,8 +32,7 @@ from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, protection
 from tierfall.run.cadence import AnnouncedSteps
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.tiers.attempts import Fence
-from tierfall.tiers.documents import Documents
+from tierfall.tiers.run_files import Documents, Fence
 from tierfall.tiers.stored import StoredTier
 
 SEEDS = 60

@@ -11,7 +11,7 @@ from test_stored import attempt, commit, commit_of, keys, steps, tier_on, unsync
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
-from tierfall.backends.wrappers.base import Wrapper
+from tierfall.backends.wrappers import Wrapper
 from tierfall.core.format.decided import FENCE_VALID_S, Decided, DecidedList, Word
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import BackendError, IntegrityError, UnreachableError

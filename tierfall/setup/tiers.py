@@ -15,11 +15,10 @@ from typing import TypeVar
 
 from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.wrappers.bounded import Bounded
-from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
+from tierfall.backends.wrappers import Bounded, Retrying, RetryPolicy
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
-from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
+from tierfall.core.compression.codec import LEVEL_MIN, frame_bytes_max
 from tierfall.core.flush.lane import LaneLimits
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.ranks.ranks import Ranks
