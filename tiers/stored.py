@@ -240,7 +240,7 @@ class StoredTier:
         return self._with_damage(_found(checkpoint, files, commit), files)
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
-        with self._confirming_absence(self._key(checkpoint, keys.COMMIT_NAME)):
+        with self._reading(checkpoint, keys.COMMIT_NAME):
             return self._read_present(checkpoint)
 
     def written_commit(self, checkpoint: CheckpointId) -> Commit:
@@ -280,11 +280,12 @@ class StoredTier:
             self._synced.add(checkpoint)
 
     @contextmanager
-    def _confirming_absence(self, key: str) -> Iterator[None]:
-        """Let the answer that a file of a checkpoint is absent stand only if the tier's id can be read, and no listing
-        shows the file."""
+    def _reading(self, checkpoint: CheckpointId, name: str) -> Iterator[str]:
+        """Yield the key of a file of a checkpoint. The answer that it is absent stands only if the tier's id can be
+        read, and no listing shows the file."""
+        key = self._key(checkpoint, name)
         try:
-            yield
+            yield key
         except KeyNotFoundError as error:
             self.marker.confirm_absence(error, key)
             raise
@@ -531,14 +532,12 @@ class StoredTier:
     def read_manifest(
         self, checkpoint: CheckpointId, shard: Shard, *, length: int | None = None
     ) -> bytes:
-        key = self._key(checkpoint, keys.manifest_name(shard))
-        with self._confirming_absence(key):
+        with self._reading(checkpoint, keys.manifest_name(shard)) as key:
             return self._documents.read(key, bytes_known=length)
 
     def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         """Read the frame table of a packed image."""
-        key = self._key(checkpoint, keys.stored_name(shard))
-        with self._confirming_absence(key):
+        with self._reading(checkpoint, keys.stored_name(shard)) as key:
             return self._documents.read(key)
 
     def read_into(
@@ -551,8 +550,7 @@ class StoredTier:
         codec: Codec = Codec.NONE,
     ) -> None:
         """Fill ``view`` from ``offset`` of the file of a shard's image, which ``codec`` has packed."""
-        key = self._key(checkpoint, keys.shard_name(shard, codec))
-        with self._confirming_absence(key):
+        with self._reading(checkpoint, keys.shard_name(shard, codec)) as key:
             self.backend.read_into(key, offset, view)
 
     def read_cached(
@@ -567,8 +565,7 @@ class StoredTier:
     ) -> bool:
         """Fill ``views`` with ``offset`` to ``end`` of that file if it is in the page cache; False, with nothing read,
         if it is not."""
-        key = self._key(checkpoint, keys.shard_name(shard, codec))
-        with self._confirming_absence(key):
+        with self._reading(checkpoint, keys.shard_name(shard, codec)) as key:
             return self.backend.read_cached(key, offset, end, views)
 
     @property

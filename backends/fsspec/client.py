@@ -22,8 +22,9 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import ObjectClient, Stream
-from tierfall.backends.object.responses import (
+from tierfall.backends.object.client import (
+    ObjectClient,
+    Stream,
     answer_in,
     creating,
     hide_requests,

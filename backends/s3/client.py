@@ -39,8 +39,10 @@ from botocore.loaders import Loader, create_loader  # type: ignore[import-untype
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 from botocore.session import Session  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import BareAbsenceError, ObjectClient, UploadGoneError
-from tierfall.backends.object.responses import (
+from tierfall.backends.object.client import (
+    BareAbsenceError,
+    ObjectClient,
+    UploadGoneError,
     answer_error,
     creating,
     hide_requests,

@@ -11,8 +11,7 @@ from s3_stub import Stub, refused
 
 from tests.object_store import SeaweedFS
 from tierfall.backends.fsspec.client import FsspecClient, open_client
-from tierfall.backends.object.client import BareAbsenceError
-from tierfall.backends.object.responses import library_error
+from tierfall.backends.object.client import BareAbsenceError, library_error
 from tierfall.backends.open import open_backend
 from tierfall.core.types.backend import Backend, Publish
 from tierfall.core.types.errors import (
