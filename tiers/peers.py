@@ -260,24 +260,6 @@ class PeerCache(StoredTier):
     ) -> None:
         self._ask(checkpoint, shard, lambda image: image.read(offset, [view]))
 
-    def read_cached(
-        self,
-        checkpoint: CheckpointId,
-        shard: Shard,
-        offset: int,
-        end: int,
-        views: Iterable[memoryview],
-        *,
-        codec: Codec = Codec.NONE,
-    ) -> bool:
-        """Read an image that was found on this node; False if none was, or it cannot be read."""
-        views = tuple(views)
-        for image in self._found.get((self._kept, checkpoint, shard), ()):
-            with suppress(TierfallError):
-                image.read(offset, views)
-                return True
-        return False
-
     def _ask(self, checkpoint: CheckpointId, shard: Shard, call: Callable[[KeptImage], T]) -> T:
         """Call each image until one answers: those on this node first, then those on other nodes."""
         failure: TierfallError | None = None
@@ -313,9 +295,6 @@ class PeerCache(StoredTier):
     def check_begin(self, attempt: Attempt) -> None:
         """No other start sends to the nodes of this one."""
 
-    def sync_commit(self, checkpoint: CheckpointId) -> None:
-        """Memory has nothing to sync."""
-
     def write_latest(self, checkpoint: CheckpointId) -> None:
         """The tiers of storage name the newest checkpoint."""
 
@@ -324,9 +303,6 @@ class PeerCache(StoredTier):
 
     def note_damaged(self, commit: Commit, why: str) -> None:
         """Each start reads anew what is in memory."""
-
-    def note_mended(self, commit: Commit) -> None:
-        """See ``note_damaged``."""
 
     def close(self) -> None:
         for client in self._sent:

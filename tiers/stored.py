@@ -72,13 +72,12 @@ REQUESTS_AT_ONCE_MIN."""
 @dataclass(frozen=True, slots=True)
 class _Scan:
     """One scan of a run: the files of each step folder by their names in it, attempt numbers, lineage records, what is
-    decided, and the size of ``latest`` if it is there."""
+    decided."""
 
     folders: dict[CheckpointId, dict[str, StoredObject]]
     attempts: tuple[int, ...]
     starts: tuple[AttemptStart, ...]
     decided: DecidedList
-    latest_bytes: int | None
 
     @property
     def records(self) -> dict[CheckpointId, StoredObject]:
@@ -241,14 +240,11 @@ class StoredTier:
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
         with self._reading(checkpoint, keys.COMMIT_NAME):
-            return self._read_present(checkpoint)
+            return self._read_commit(checkpoint)
 
     def written_commit(self, checkpoint: CheckpointId) -> Commit:
         """Read the record of what this node has written; of peer memory, that is not what it keeps."""
         return self.read_commit(checkpoint)
-
-    def _read_present(self, checkpoint: CheckpointId) -> Commit:
-        return read_twice(lambda: self._read_commit(checkpoint, None))
 
     def is_committed(self, checkpoint: CheckpointId) -> bool:
         """Whether a checkpoint is committed here: one request."""
@@ -297,7 +293,6 @@ class StoredTier:
         attempts: list[int] = []
         starts: list[AttemptStart] = []
         decided: list[str] = []
-        latest_bytes = None
         began_s = time.monotonic()
         names = tuple(self._names(self._run))
         for stored in self._objects(names):
@@ -309,15 +304,13 @@ class StoredTier:
                 self._lineage.note(start.key)
             elif folder == keys.DECIDED_FOLDER:
                 decided.append(rest)
-            elif folder == keys.LATEST_NAME:
-                latest_bytes = stored.bytes
             elif checkpoint := keys.parse_step_folder(folder):
                 folders.setdefault(checkpoint, {})[rest] = stored
         for name in names:
             if checkpoint := keys.parse_step_folder(name):
                 folders.setdefault(checkpoint, {})
         known = self.decided.note(decided, began_s)
-        return _Scan(folders, tuple(sorted(attempts)), tuple(starts), known, latest_bytes)
+        return _Scan(folders, tuple(sorted(attempts)), tuple(starts), known)
 
     def _objects(self, names: Iterable[str]) -> Iterable[StoredObject]:
         """Return the objects of the run, without those in step folders that cannot be listed."""
@@ -342,7 +335,7 @@ class StoredTier:
         """Read which checkpoint ``latest`` names. None also if it may not be read, such as a link that a person made,
         and the scan shows checkpoints."""
         try:
-            return self.latest.read(scan.latest_bytes)
+            return self.latest.read()
         except BackendError as error:
             if error.retryable or not scan.records:
                 raise
@@ -495,7 +488,7 @@ class StoredTier:
         shows its size."""
         try:
             try:
-                return self._read_listed(id, size_bytes)
+                return self._read_commit(id, size_bytes)
             except KeyNotFoundError as error:
                 if size_bytes is not None:
                     self.marker.confirm_absence(error, self._key(id, keys.COMMIT_NAME))
@@ -503,17 +496,18 @@ class StoredTier:
         except TierfallError as error:
             return error
 
-    def _read_listed(self, id: CheckpointId, size_bytes: int | None) -> Commit:
-        """Read a record by its listed size. One that has another size, or is damaged, may have been replaced since the
-        listing: it is read again by its present size."""
-        try:
-            return self._read_commit(id, size_bytes)
-        except TierfallError as error:
-            if isinstance(error, KeyNotFoundError) or not error.is_damage:
-                raise
-        return self._read_commit(id, None)
+    def _read_commit(self, checkpoint: CheckpointId, size_bytes: int | None = None) -> Commit:
+        """Read a record, by its listed size if it is known. One that has another size, or is damaged, may have been
+        replaced since the listing: it is read again by its present size."""
+        if size_bytes is not None:
+            try:
+                return self._parse_commit(checkpoint, size_bytes)
+            except TierfallError as error:
+                if isinstance(error, KeyNotFoundError) or not error.is_damage:
+                    raise
+        return read_twice(lambda: self._parse_commit(checkpoint, None))
 
-    def _read_commit(self, checkpoint: CheckpointId, size_bytes: int | None) -> Commit:
+    def _parse_commit(self, checkpoint: CheckpointId, size_bytes: int | None) -> Commit:
         key = self._key(checkpoint, keys.COMMIT_NAME)
         data = self._documents.read(key, bytes_known=size_bytes)
         commit = parse_commit(data, what=self._documents.what(key))
@@ -819,7 +813,7 @@ class StoredTier:
         if self._lineage.has(checkpoint.attempt):
             return
         try:
-            commit = self._read_present(checkpoint)
+            commit = self._read_commit(checkpoint)
         except (KeyNotFoundError, IntegrityError, NotSupportedError):
             return  # an unreadable commit record does not say how the attempt began
         try:

@@ -138,6 +138,8 @@ class PosixBackend(BackendBase):
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
         """See ``Backend``. False where the backend is read-only: inspection reads the medium."""
         check_key(key)
+        if self._read_only:
+            return False
         with self._lookup("read", key), self._opened(key) as (file, status):
             if not self._in_page_cache(file, status, offset, end - offset):
                 return False
@@ -261,7 +263,7 @@ class PosixBackend(BackendBase):
     def _in_page_cache(
         self, file: int, status: os.stat_result, offset: int, size_bytes: int
     ) -> bool:
-        if self._read_only or size_bytes < DIRECT_BYTES_MIN:
+        if size_bytes < DIRECT_BYTES_MIN:
             return False
         # For other users the kernel reports every page as resident.
         is_own = os.geteuid() in (0, status.st_uid)
