@@ -86,7 +86,7 @@ class PeerCache(StoredTier):
         self._attempt_ids |= {c.id: c.commit.lineage.attempt_id for c in listing.copies if c.commit}
         return listing
 
-    def find_copy(self, checkpoint: CheckpointId, *, batch: int = 0) -> FoundCopy | None:
+    def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
         listing = self.list()
         if listing.error is not None:
             raise listing.error
@@ -138,7 +138,6 @@ class PeerCache(StoredTier):
         *,
         attempt: Attempt | None,
         known: DecidedList | None,
-        batch: int = 0,
         next_latest: CheckpointId | None = None,
     ) -> None:
         """Drop what this process keeps of a checkpoint: each does, as rank 0 says. Without ``known``, the commit was

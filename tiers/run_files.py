@@ -285,7 +285,6 @@ class DecidedFolder:
         self._guard = threading.Lock()
         self._known = DecidedList()
         self._read_s = float("-inf")
-        self._batch = 0
 
     @property
     def known(self) -> DecidedList:
@@ -293,20 +292,14 @@ class DecidedFolder:
         with self._guard:
             return self._known
 
-    def read(self, *, max_age_s: float = 0.0, batch: int = 0) -> DecidedList:
-        """Read the list. The last listing serves if it is younger than ``max_age_s`` seconds and, for a deletion of a
-        ``batch`` (0: none), another one of that batch has read it. Raises BackendError."""
+    def read(self, *, max_age_s: float = 0.0) -> DecidedList:
+        """Read the list. The last listing serves if it is younger than ``max_age_s`` seconds. Raises BackendError."""
         began_s = time.monotonic()
         with self._guard:
-            is_young = began_s - self._read_s < max_age_s
-            if is_young and batch in (0, self._batch):
+            if began_s - self._read_s < max_age_s:
                 return self._known
         found = self._documents.backend.scan(self._prefix)
-        known = self.note((stored.key.removeprefix(self._prefix) for stored in found), began_s)
-        if batch:
-            with self._guard:
-                self._batch = batch
-        return known
+        return self.note((stored.key.removeprefix(self._prefix) for stored in found), began_s)
 
     def note(self, names: Iterable[str], began_s: float) -> DecidedList:
         """Note the names in a listing that began at ``began_s`` on the monotonic clock; return the list."""

@@ -226,16 +226,15 @@ class StoredTier:
             lags=lags,
         )
 
-    def find_copy(self, checkpoint: CheckpointId, *, batch: int = 0) -> FoundCopy | None:
-        """Read one copy as ``list`` reads all; None where it has no commit record, and the tier's id can be read. For a
-        ``batch`` of deletions, what is decided is read anew."""
+    def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
+        """Read one copy as ``list`` reads all; None where it has no commit record, and the tier's id can be read."""
         files = {file.key: file for file in self.files(checkpoint)}
         commit = self._cached_commit(checkpoint, files.get(keys.COMMIT_NAME))
         if commit is None:
             what = self._documents.what(self._key(checkpoint, keys.COMMIT_NAME))
             self.marker.confirm_absence(KeyNotFoundError(f"{what}: it is not there"))
             return None
-        self.decided.read(max_age_s=FENCE_VALID_S, batch=batch)
+        self.decided.read(max_age_s=FENCE_VALID_S)
         return self._with_damage(_found(checkpoint, files, commit), files)
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
@@ -718,15 +717,13 @@ class StoredTier:
         *,
         attempt: Attempt | None,
         known: DecidedList | None,
-        batch: int = 0,
         next_latest: CheckpointId | None = None,
     ) -> DecidedList | None:
         """Delete a checkpoint, the commit record first.
 
         ``known`` are the entries that the decision took into account. If the list of this tier has any other, nothing
-        is deleted, and the list is returned: the caller decides again. The list is read at the beginning of a ``batch``
-        of deletions (0: a batch of its own), and if it was read more than FENCE_VALID_S ago. Without ``known``, the
-        checkpoint is deleted whatever is decided, because its commit was revoked.
+        is deleted, and the list is returned: the caller decides again. Without ``known``, the checkpoint is deleted
+        whatever is decided, because its commit was revoked.
 
         ``attempt`` is that of the process that asks, None for a person's command. Raises FencedError, and deletes
         nothing from then on, where a newer attempt exists: the fence is checked before each request that deletes.
@@ -736,7 +733,7 @@ class StoredTier:
         folder, which the next start collects. Files that tierfall did not write are kept.
         """
         if known is not None:
-            decided = self.decided.read(max_age_s=FENCE_VALID_S if batch else 0.0, batch=batch)
+            decided = self.decided.read()
             if (decided - known).of_all_tiers:
                 return decided
         doing = f"drop of {checkpoint}"
