@@ -30,7 +30,6 @@ FOLDERS = (
     "tierfall.core.ranks",
     "tierfall.core.state",
     "tierfall.backends.posix",
-    "tierfall.backends.wrappers",
     "tierfall.backends.s3",
     "tierfall.backends.fsspec",
     "tierfall.backends",
