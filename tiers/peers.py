@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.copies.image_writes import ImageUpload
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import files_of, shards_of, unite_records
 from tierfall.core.format.decided import DecidedList
@@ -318,7 +319,7 @@ class Upload:
     is_there: bool
 
 
-class SentImage:
+class SentImage(ImageUpload):
     """Sends an image to each node that is to keep a copy. The failure of any is the failure of the call."""
 
     def __init__(self, checkpoint: CheckpointId, shard: Shard, uploads: Sequence[Upload]) -> None:
@@ -332,9 +333,6 @@ class SentImage:
         for each in self._uploads:
             if not each.is_there:
                 each.client.write(self._checkpoint, self._shard, each.number, start, view)
-
-    def flush(self) -> None:
-        """Do nothing: no data is buffered."""
 
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
         """All has arrived; what counts is decided by the commit."""
