@@ -219,6 +219,7 @@ def short(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None
     """``short(free)``: now so many bytes are free for files, and what is deleted from here on."""
 
     def set_free(free_bytes: int) -> None:
+        monkeypatch.setattr(image_file, "measure_room", lambda _: room(free_bytes))
         known = free_bytes + held_bytes(folder)
         monkeypatch.setattr(image_file, "measure_room", lambda _: room(known - held_bytes(folder)))
 
