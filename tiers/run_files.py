@@ -247,11 +247,11 @@ class LatestHint:
     def write(self, checkpoint: CheckpointId) -> None:
         self._documents.replace(self._key, f"{keys.step_folder(checkpoint)}\n".encode())
 
-    def read(self) -> CheckpointId | None:
-        """Read it; None where it is missing or names no checkpoint."""
+    def read(self, listed_bytes: int | None = None) -> CheckpointId | None:
+        """Read it; None where it is missing or names no checkpoint. ``listed_bytes`` is its size by a listing."""
         try:
-            text = self._documents.read(self._key)
-            if not text.endswith(b"\n"):  # it was replaced by a longer one between two requests
+            text = self._documents.read(self._key, bytes_known=listed_bytes)
+            if not text.endswith(b"\n"):  # it was replaced since by a longer one
                 text = self._documents.read(self._key)
         except KeyNotFoundError:
             return None

@@ -72,12 +72,13 @@ REQUESTS_AT_ONCE_MIN."""
 @dataclass(frozen=True, slots=True)
 class _Scan:
     """One scan of a run: the files of each step folder by their names in it, attempt numbers, lineage records, what is
-    decided."""
+    decided, and the size of ``latest`` if it is there."""
 
     folders: dict[CheckpointId, dict[str, StoredObject]]
     attempts: tuple[int, ...]
     starts: tuple[AttemptStart, ...]
     decided: DecidedList
+    latest_bytes: int | None
 
     @property
     def records(self) -> dict[CheckpointId, StoredObject]:
@@ -292,6 +293,7 @@ class StoredTier:
         attempts: list[int] = []
         starts: list[AttemptStart] = []
         decided: list[str] = []
+        latest_bytes = None
         began_s = time.monotonic()
         names = tuple(self._names(self._run))
         for stored in self._objects(names):
@@ -303,13 +305,15 @@ class StoredTier:
                 self._lineage.note(start.key)
             elif folder == keys.DECIDED_FOLDER:
                 decided.append(rest)
+            elif folder == keys.LATEST_NAME:
+                latest_bytes = stored.bytes
             elif checkpoint := keys.parse_step_folder(folder):
                 folders.setdefault(checkpoint, {})[rest] = stored
         for name in names:
             if checkpoint := keys.parse_step_folder(name):
                 folders.setdefault(checkpoint, {})
         known = self.decided.note(decided, began_s)
-        return _Scan(folders, tuple(sorted(attempts)), tuple(starts), known)
+        return _Scan(folders, tuple(sorted(attempts)), tuple(starts), known, latest_bytes)
 
     def _objects(self, names: Iterable[str]) -> Iterable[StoredObject]:
         """Return the objects of the run, without those in step folders that cannot be listed."""
@@ -334,7 +338,7 @@ class StoredTier:
         """Read which checkpoint ``latest`` names. None also if it may not be read, such as a link that a person made,
         and the scan shows checkpoints."""
         try:
-            return self.latest.read()
+            return self.latest.read(scan.latest_bytes)
         except BackendError as error:
             if error.retryable or not scan.records:
                 raise
