@@ -72,7 +72,7 @@ LINES = {
     ("core/flush",): 8_134,
     ("policies",): 2_216,
     ("backends",): 5_527,
-    ("tiers",): 4_725,
+    ("tiers",): 4_714,
     ("tierfall/config",): 2_638,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_121,
     ("tierfall/ops",): 3_289,

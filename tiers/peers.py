@@ -8,7 +8,7 @@ fence. Each rank drops what it keeps, as rank 0 says.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,9 +233,10 @@ class PeerCache(StoredTier):
         self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
     ) -> None:
         """Drop an image of this rank, of a checkpoint that rank 0 gave up, from the nodes that keep it."""
-        own, uploads = self._shard, self._uploads.get(checkpoint, ())
-        if own is not None:
-            call_all(uploads, lambda each: each.client.discard(checkpoint, own, each.number))
+        if self._shard is not None:
+            with ExitStack() as asking:  # one that fails keeps nothing on the others
+                for each in self._uploads.get(checkpoint, ()):
+                    asking.callback(each.client.discard, checkpoint, self._shard, each.number)
         self._forget(checkpoint)
 
     def _forget(self, checkpoint: CheckpointId) -> None:
@@ -342,15 +343,3 @@ class SentImage(ImageUpload):
         for each in self._uploads:
             with suppress(BackendError):  # the next image that is begun gives this one up
                 each.client.discard(self._checkpoint, self._shard, each.number)
-
-
-def call_all(clients: Iterable[T], call: Callable[[T], object]) -> None:
-    """Call for all, and raise the first error then: one that fails does not keep what is on the others."""
-    failure: BackendError | None = None
-    for client in clients:
-        try:
-            call(client)
-        except BackendError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
