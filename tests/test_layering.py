@@ -71,7 +71,7 @@ LINES = {
     ("core/compression",): 360,
     ("core/flush",): 8_134,
     ("policies",): 2_216,
-    ("backends",): 5_527,
+    ("backends",): 5_524,
     ("tiers",): 4_714,
     ("tierfall/config",): 2_638,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_121,

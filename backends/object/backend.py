@@ -351,12 +351,9 @@ class MultipartWriter(ObjectWriterBase):
                 part.etag = etag
             else:
                 part.etag = self._client.put_part(self._full_key, upload, number, data, what)
-        except BackendError as error:
-            if not error.retryable:
+        except BaseException as error:
+            if not (isinstance(error, BackendError) and error.retryable):
                 self.abort()
-            raise
-        except BaseException:
-            self.abort()
             raise
         with self._lock:
             is_dead = self._state is WriterState.DEAD
