@@ -5,6 +5,6 @@ any kind.
 """
 
 from tierfall.backends.open import open_backend
-from tierfall.backends.toolkit.registry import register
+from tierfall.backends.toolkit.object_store import register
 
 __all__ = ["open_backend", "register"]

@@ -1,6 +1,6 @@
 """Opening a backend by a URL and fsspec's option names.
 
-Folders have the posix backend, ``s3://`` the client on botocore, registered protocols (``registry``) their plug-in, and
+Folders have the posix backend, ``s3://`` the client on botocore, registered protocols their plug-in, and
 all others fsspec, as everything has with ``driver: fsspec``. Only the library that is used is imported.
 """
 
@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierfall.backends.object.backend import ObjectStoreBackend
-from tierfall.backends.object.client import ObjectClient
-from tierfall.backends.object.store_client import StoreClient
+from tierfall.backends.object.client import ObjectClient, StoreClient
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.toolkit import registry
-from tierfall.backends.wrappers.retry import RetryPolicy
+from tierfall.backends.toolkit import object_store
+from tierfall.backends.wrappers import RetryPolicy
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import Driver
@@ -33,7 +32,7 @@ _TRIES_S = 5.0
 def is_remote(url: str) -> bool:
     """Whether objects at an address survive the loss of this site."""
     scheme = url.partition("://")[0]
-    found = registry.find(scheme)
+    found = object_store.find(scheme)
     return scheme in _WITH_BUCKET if found is None else found.remote
 
 
@@ -61,12 +60,12 @@ def open_backend(
     retry = RetryPolicy(
         tries=_TRIES, longest_wait_s=1.0, total_s=_TRIES_S, sleep=sleep, clock=clock
     )
-    found = registry.find(scheme) if driver is None else None
+    found = object_store.find(scheme) if driver is None else None
     if found is not None:
         given = dict(options or {})
 
         def client() -> ObjectClient:
-            store = registry.open_by(found, url, options=given, read_only=read_only)
+            store = object_store.open_by(found, url, options=given, read_only=read_only)
             return StoreClient(store, place=url)
     else:
 
@@ -157,7 +156,7 @@ def _client(
     if scheme == "s3" and driver is None:
         folder, library = "s3", "botocore"
     try:
-        module = importlib.import_module(f"tierfall.backends.{folder}.options")
+        module = importlib.import_module(f"tierfall.backends.{folder}.client")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != library:
             raise

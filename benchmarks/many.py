@@ -32,7 +32,7 @@ import tierfall
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend, PosixWriter
 from tierfall.backends.posix.folders import Entry
-from tierfall.backends.wrappers.base import Wrapper
+from tierfall.backends.wrappers import Wrapper
 from tierfall.core.flush.coordinator import Coordinator
 from tierfall.core.format.records import parse_commit
 from tierfall.core.types import keys as names

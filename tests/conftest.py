@@ -11,7 +11,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from tests.core.ranks.threads import network
 from tests.media import Medium
 from tests.object_store import SeaweedFS
 from tests.steps import state_of
-from tierfall.backends.wrappers import retry
+from tierfall.backends.wrappers import RetryPolicy
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.messages import wait_for_messages
 
@@ -189,13 +188,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once: what is waited for here is never the passing of time."""
     monkeypatch.setattr("tierfall.core.runtime.retries.FIRST_S", 0.01)
     monkeypatch.setattr("tierfall.core.runtime.retries.LONGEST_S", 0.05)
-    real = retry.wrap
-    monkeypatch.setattr(
-        "tierfall.setup.tiers.wrap",
-        lambda inner, *, retry, **more: real(
-            inner, retry=replace(retry, sleep=lambda s: None), **more
-        ),
-    )
+    at_once = partial(RetryPolicy, sleep=lambda s: None)
+    monkeypatch.setattr("tierfall.setup.tiers.RetryPolicy", at_once)
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from fnmatch import fnmatchcase
 
 from tierfall.backends.toolkit.keys import check_key
 from tierfall.backends.toolkit.views import flat
-from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
+from tierfall.backends.wrappers import Wrapper, WriterWrapper
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import (
     BackendError,

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from tierfall.backends.object.backend import ObjectStoreBackend
-from tierfall.backends.object.store_client import StoreClient
+from tierfall.backends.object.client import StoreClient
 from tierfall.backends.toolkit.keys import check_key
 from tierfall.backends.toolkit.object_store import ObjectStore
 from tierfall.core.types.backend import StoredObject

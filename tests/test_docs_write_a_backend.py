@@ -18,7 +18,7 @@ from tests.memory_backend import MemoryStore
 from tierfall.backends import conformance, register, toolkit
 from tierfall.backends.conformance import CHECKS
 from tierfall.backends.open import is_remote, open_backend
-from tierfall.backends.toolkit import registry
+from tierfall.backends.toolkit import object_store
 from tierfall.config import load_config
 from tierfall.core.types.errors import (
     BackendError,
@@ -42,10 +42,10 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """What a test registers is forgotten after it."""
-    known = dict(registry._registered)
+    known = dict(object_store._registered)
     yield
-    registry._registered.clear()
-    registry._registered.update(known)
+    object_store._registered.clear()
+    object_store._registered.update(known)
     sys.modules.pop("table", None)
 
 
@@ -178,7 +178,7 @@ def test_as_an_entry_point_it_is_loaded_when_an_address_asks_for_it(desk: Path) 
     assert "table" not in sys.modules
     assert open_backend(f"table://{desk}/x.db").place == f"table://{desk}/x.db"
     (desk / "table.py").write_text("1 / 0")
-    registry._registered.clear()
+    object_store._registered.clear()
     del sys.modules["table"]
     with pytest.raises(
         ConfigError, match=r"^table://: the plug-in table of tables could not be loaded: ZeroDiv"

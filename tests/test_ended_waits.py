@@ -18,7 +18,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.tiers.listing import DecidedFolder
+from tierfall.tiers.run_files import DecidedFolder
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]

@@ -25,7 +25,7 @@ from tierfall.core.types.errors import (
     StepError,
     UnreachableError,
 )
-from tierfall.tiers.listing import FEW
+from tierfall.tiers.stored import FEW
 
 
 def tier(root: Path, name: str, **more: Any) -> dict[str, Any]:
@@ -502,7 +502,7 @@ def test_an_emptied_disk_of_one_of_several_nodes_is_written_again_if_all_of_it_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, is_elsewhere: bool, few: int
 ) -> None:
     """By the parts that the other nodes have; also if a start leaves old records for later."""
-    monkeypatch.setattr("tierfall.tiers.listing.FEW", few)
+    monkeypatch.setattr("tierfall.tiers.stored.FEW", few)
     saved_by_two(tmp_path, 1, 2)
     disk = tmp_path / str(node) / "nvme"
     empty(disk)

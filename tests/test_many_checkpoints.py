@@ -21,7 +21,7 @@ from tierfall.core.format.commit_files import document_file
 from tierfall.core.format.records import parse_commit, parse_manifest
 from tierfall.core.types.keys import manifest_name
 from tierfall.core.types.values import Shard
-from tierfall.tiers.listing import FEW
+from tierfall.tiers.stored import FEW
 
 MakeConfig = Callable[..., dict[str, Any]]
 MANY = FEW + 8
@@ -242,7 +242,7 @@ def test_what_a_second_tier_is_owed_does_not_depend_on_when_records_are_read(
     before = dict(shelf.values)
     found = []
     for few in (MANY * 2, FEW):
-        monkeypatch.setattr("tierfall.tiers.listing.FEW", few)
+        monkeypatch.setattr("tierfall.tiers.stored.FEW", few)
         shelf.values = dict(before)
         config = with_store(make_config(disk={}, **{f"far{few}": {"flush": {"every": 4}}}))
         with tierfall.open(config) as ckpt:

@@ -16,7 +16,7 @@ from tests.steps import blank, files_below, state_of
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import AccessDeniedError
-from tierfall.tiers.attempts import Fence
+from tierfall.tiers.run_files import Fence
 
 MakeConfig = Callable[..., dict[str, Any]]
 

@@ -14,7 +14,7 @@ import pytest
 
 import tierfall
 from tests.steps import state_of, steps_on, wait_until
-from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
+from tierfall.backends.wrappers import Wrapper, WriterWrapper
 from tierfall.core.types.backend import Backend, Traits, Writer
 from tierfall.core.types.errors import AccessDeniedError
 
@@ -86,9 +86,10 @@ class Storage:
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
     found = Storage()
-    real = tierfall.setup.tiers.wrap
+    real = tierfall.setup.tiers.Retrying
     monkeypatch.setattr(
-        "tierfall.setup.tiers.wrap", lambda inner, **more: found.watch(real(inner, **more))
+        "tierfall.setup.tiers.Retrying",
+        lambda inner, retry, **more: real(found.watch(inner), retry, **more),
     )
     return found
 

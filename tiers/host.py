@@ -1,10 +1,9 @@
 """The host tier: the images of one rank in memory that outlives its process, a pool of image files.
 
 It has as many files as its capacity holds, FILES_MAX at most, fewer if the process may open few descriptors. The first
-is reserved before the first save, the others in the background, and all are used again for later images. A file that is
-too small for an image is enlarged. What an earlier start left is the same: sealed images, and free files. A file that
-others removed is not used again. The tier does not choose which images are kept: it allocates a region, or returns
-None.
+is reserved before the first save, the others in the background, and all are used again for later images. What an
+earlier start left is the same: sealed images, and free files. A file that others removed is not used again. The tier
+does not choose which images are kept: it allocates a region, or returns None.
 """
 
 from __future__ import annotations
@@ -86,6 +85,77 @@ def held_bytes(folder: Path) -> int:
     return total
 
 
+class ImagePool:
+    """The files of one slot, each of which is used for one image after the other. It never changes its size: free ones
+    that are too small for an image are deleted when one is made for it. May be used by several threads."""
+
+    def __init__(self, folder: Path, slot: int, run: str) -> None:
+        self.folder, self.slot, self._run = folder, slot, run
+        self._files: list[ImageFile] = []
+        self._in_memory = False
+        """Whether no file is made on a file system that is not in memory."""
+        self._closed = False
+        self._guard = threading.Lock()
+        self._making = threading.Lock()
+        """Held while a file is made, which takes long for a large one."""
+
+    def _take(self, image_bytes: int, need: int, shard: Shard) -> Region | None:
+        """Take the smallest free file with that room, if there is one, for an image."""
+        with self._guard:
+            for file in [file for file in self._files if file.is_free]:
+                self._drop_removed(file)
+            fitting = [file for file in self._files if file.is_free and file.room_bytes >= need]
+            if not fitting or self._closed:
+                return None
+            file = min(fitting, key=lambda file: file.room_bytes)
+            return file.take(image_bytes=image_bytes, shard=shard)
+
+    def _drop_removed(self, file: ImageFile) -> None:
+        """Drop a file that others have removed."""
+        try:
+            is_there = file.exists()
+        except TierfallError as error:
+            logger.debug("%s", error)
+            return
+        if not is_there:
+            self._files.remove(file)
+            file.close(keep=True)
+
+    def _rest(self, need: int) -> Sequence[ImageFile]:
+        """Return the files that stay if one is made with that room. The caller has ``_guard``."""
+        return [file for file in self._files if not file.is_free or file.room_bytes >= need]
+
+    def _delete_small(self, need: int) -> None:
+        """Delete free files that have less room."""
+        with self._guard:
+            rest = self._rest(need)
+            small = [file for file in self._files if file not in rest]
+            self._files = [*rest]
+        for file in small:
+            file.close(keep=False)
+
+    def _make_file(self, room_bytes: int) -> None:
+        """Make a file. The caller has ``_making``. Raises CapacityError if memory is missing."""
+        prepare_folder(self.folder)  # a cleaner of temporary files may have removed it
+        if self._in_memory and not measure_room(self.folder).in_memory:
+            raise ConfigError(
+                f"the file system of {self.folder} was unmounted, and the one that is there now is not in memory; "
+                "mount it again"
+            )
+        path = new_path(self.folder, self.slot)
+        made = ImageFile.create(
+            path, run=self._run, room_bytes=room_bytes, stopped=lambda: self._closed
+        )
+        with self._guard:
+            self._files.append(made)
+
+    def close(self, *, keep: bool) -> None:
+        self._closed = True  # ends a reservation that is in progress
+        with self._making, ExitStack() as closing:  # one that fails keeps no other open
+            for file in self._files:
+                closing.callback(file.close, keep=keep)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedImage:
     """A sealed image in memory, with its commit record. ``on_peers``: peer memory has committed its checkpoint."""
@@ -95,7 +165,7 @@ class SealedImage:
     on_peers: bool
 
 
-class HostTier:
+class HostTier(ImagePool):
     """The image files of one slot. Its methods may be called from several threads."""
 
     def __init__(
@@ -116,10 +186,8 @@ class HostTier:
 
         Raises ConfigError for a file that is no image of this run, LockError if another process uses one.
         """
+        super().__init__(folder, slot, run)
         self.name = name
-        self.folder = folder
-        self.slot = slot
-        self._run = run
         self._shard = shard
         self._images = images
         self._ranks = ranks
@@ -130,24 +198,16 @@ class HostTier:
         self._need_bytes = 0
         """The room that the last image needed."""
         self._is_short = False
-        """Whether memory was missing when a file was to be made or enlarged the last time."""
+        """Whether memory was missing when a file was to be made the last time."""
         self._share_bytes: int | None = None
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         few = max(2, descriptors // DESCRIPTORS_FOR_ONE_FILE)
         self._files_max = (
             FILES_MAX if descriptors == resource.RLIM_INFINITY else min(FILES_MAX, few)
         )
-        self._in_memory = False
         self._device: torch.device | None = None
         self._may_lock = True
-        self._closed = False
         self._conditions = Conditions()
-        self._guard = threading.Lock()
-        self._making = threading.Lock()
-        """Held while a file is made or enlarged, which takes long for a large one."""
-        self._files: list[ImageFile] = []
-        self._enlarged: ImageFile | None = None
-        """The file that is being enlarged: nobody takes it meanwhile."""
         self._preparation = Preparation(self._prepare_some, name=run)
         try:
             for path in image_files(folder).get(slot, []):
@@ -345,27 +405,16 @@ class HostTier:
         """Allocate a region for an image; None if no file is free, and no other may be made."""
         need = room_for(image_bytes=image_bytes, records_bytes=records_bytes)
         try:
-            if (region := self._take(image_bytes, need)) is not None:
+            if (region := self._take(image_bytes, need, self._shard)) is not None:
                 return region
             with self._making:
-                while (region := self._take(image_bytes, need)) is None:
+                while (region := self._take(image_bytes, need, self._shard)) is None:
                     if not self._make(need):
                         return None
                 return region
         except TierfallError as error:
             self._note_shortage(error)
             return None
-
-    def _take(self, image_bytes: int, need: int) -> Region | None:
-        """Take the smallest free file with that room, if there is one."""
-        with self._guard:
-            self._drop_removed()
-            free = (f for f in self._files if f.is_free and f is not self._enlarged)
-            fitting = [file for file in free if file.room_bytes >= need]
-            if not fitting or self._closed:
-                return None
-            file = min(fitting, key=lambda file: file.room_bytes)
-            return file.take(image_bytes=image_bytes, shard=self._shard)
 
     def would_fit(
         self, *, image_bytes: int, records_bytes: int, without: Collection[object]
@@ -377,56 +426,28 @@ class HostTier:
             free = (f for f in self._files if f.is_free or id(f.region) in gone)
             return need <= self._rest_bytes(without) or any(f.room_bytes >= need for f in free)
 
-    def _beside(self, need: int) -> tuple[Sequence[ImageFile], int]:
-        """Return the free files that are too small for an image, the smallest first, and the room for a file beside all
-        others."""
-        small = [file for file in self._files if file.is_free and file.room_bytes < need]
-        others = [file for file in self._files if file not in small]
-        room = self.capacity_bytes - _rooms(others) if len(others) < self._files_max else 0
-        return sorted(small, key=lambda file: file.room_bytes), room
+    def _room_beside(self, need: int) -> int:
+        """Return the room for a file with that room beside those that stay then."""
+        rest = self._rest(need)
+        return self.capacity_bytes - _rooms(rest) if len(rest) < self._files_max else 0
 
     def _make(self, need: int) -> bool:
-        """Make a file with that room, or enlarge a free one. Free files that are too small are deleted if the capacity
-        has no room for both. False if the files in use leave no room. Raises CapacityError if memory is missing."""
-        dropped = []
+        """Make a file with that room. False if the files in use leave no room. Raises CapacityError if memory is
+        missing."""
         with self._guard:
-            smaller, room = self._beside(need)
-            if self._closed or need > room:
+            if self._closed or need > self._room_beside(need):
                 return False
-            small = [*smaller]
-            self._enlarged = small.pop() if small else None
-            while need + _rooms(small) > room:
-                dropped.append(small.pop(0))
-            self._files = [file for file in self._files if file not in dropped]
-            # The slack must not cost an image.
-            each = self.capacity_bytes // (self.capacity_bytes // need)
-            room = min(need + _slack(need), each, room - _rooms(small)) // PAGE_BYTES * PAGE_BYTES
-        for file in dropped:
-            file.close(keep=False)
-        try:
-            if self._enlarged is not None:
-                self._enlarged.resize(room, lambda: self._closed)
-            else:
-                made = self._create(room)
-                with self._guard:
-                    self._files.append(made)
-        finally:
-            self._enlarged = None
+        self._delete_small(need)
+        with self._guard:  # one of these may have been taken meanwhile
+            room = self._room_beside(need)
+        if need > room:
+            return False
+        # The slack must not cost an image.
+        each = self.capacity_bytes // (self.capacity_bytes // need)
+        self._make_file(min(need + _slack(need), each, room) // PAGE_BYTES * PAGE_BYTES)
         self._is_short = False
         self._conditions.end(self.name, "%s: has memory for more again", self.name)
         return True
-
-    def _create(self, room_bytes: int) -> ImageFile:
-        prepare_folder(self.folder)  # a cleaner of temporary files may have removed it
-        if self._in_memory and not measure_room(self.folder).in_memory:
-            raise ConfigError(
-                f"{self.name}: the file system of {self.folder} was unmounted, and the one that is there now is not "
-                "in memory; mount it again"
-            )
-        path = new_path(self.folder, self.slot)
-        return ImageFile.create(
-            path, run=self._run, room_bytes=room_bytes, stopped=lambda: self._closed
-        )
 
     def _note_shortage(self, error: TierfallError) -> None:
         if self._closed:
@@ -463,7 +484,7 @@ class HostTier:
     def _lacks_file(self) -> bool:
         """Whether there is room for another file of the size that the last image needed."""
         need = self._need_bytes
-        return bool(need) and not self._is_short and need <= self._beside(need)[1]
+        return bool(need) and not self._is_short and need <= self._room_beside(need)
 
     def _prepare_some(self) -> float | None:
         """Reserve a file, or touch or lock some pages, those of free files first; see ``Preparation``."""
@@ -507,18 +528,6 @@ class HostTier:
             used = [(file, file.region) for file in self._files if file.region is not None]
         return [region for file, region in used if not file.exists()]
 
-    def _drop_removed(self) -> None:
-        """Drop the free files that were removed."""
-        for file in [f for f in self._files if f.is_free and f is not self._enlarged]:
-            try:
-                is_there = file.exists()
-            except TierfallError as error:
-                logger.debug("%s", error)
-                continue
-            if not is_there:
-                self._files.remove(file)
-                file.close(keep=True)
-
     # The end -----------------------------------------------------------------------------------------
 
     def discard(self) -> None:
@@ -531,9 +540,7 @@ class HostTier:
         """Close the files; delete them, and the images in them, unless ``keep``. Free ones are deleted."""
         self._closed = True
         self._preparation.close()
-        with self._making, ExitStack() as closing:  # one that fails keeps no other open
-            for file in self._files:
-                closing.callback(file.close, keep=keep)
+        super().close(keep=keep)
 
 
 def _rooms(files: Collection[ImageFile]) -> int:

@@ -400,10 +400,10 @@ class ImageFile:
     def create(
         cls, path: Path, *, run: str, room_bytes: int, stopped: Callable[[], bool] = lambda: False
     ) -> ImageFile:
-        """Create a file with room for an image; ``stopped`` is as for ``resize``. A kill before this returns leaves a
-        file that is free.
+        """Create a file with room for an image. A kill before this returns leaves a file that is free.
 
-        Raises CapacityError, with the needed and the available bytes.
+        Raises CapacityError, with the needed and the available bytes, and BackendError if it was ``stopped`` meanwhile.
+        Pages are reserved before they are mapped: a full file system is an error here, and no SIGBUS later.
         """
         what = _what(path)
         with _translated(what, "creating it"):
@@ -411,7 +411,7 @@ class ImageFile:
             made = cls(path, fd, run=run, writable=True)
             try:
                 _take_lock(fd, what)
-                made.resize(room_bytes, stopped)
+                made._reserve(room_bytes, stopped)
             except BaseException:
                 made.close(keep=False)
                 raise
@@ -469,23 +469,6 @@ class ImageFile:
             os.pwrite(self._fd, bytes(PAGE_BYTES), 0)
             self.damage = None
             self.room_bytes = 0  # its memory may not be reserved
-
-    def resize(self, room_bytes: int, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Enlarge a free file. Raises CapacityError, and changes nothing, if memory is missing, and BackendError if
-        it was ``stopped`` meanwhile.
-
-        Pages are reserved before they are mapped: a full file system is an error here, and no SIGBUS later.
-        """
-        with self.guard, _translated(self.what, "reserving its memory"):
-            self.require_writable("reserving its memory")
-            old = os.fstat(self._fd).st_size
-            try:
-                self._reserve(room_bytes, stopped)
-            except BaseException:
-                os.ftruncate(self._fd, old)
-                raise
-            self._unmap()
-            self.room_bytes = room_bytes
 
     def exists(self) -> bool:
         """Whether the path still names this file, in its length. Its time is updated once an hour, against cleaners.
@@ -630,12 +613,11 @@ class ImageFile:
 
     def _reserve(self, room_bytes: int, stopped: Callable[[], bool]) -> None:
         measure_room(self.path.parent).require(
-            room_bytes - self.room_bytes,
-            what=f"{self.what}: reserving memory for an image of {sized(room_bytes)}",
+            room_bytes, what=f"{self.what}: reserving memory for an image of {sized(room_bytes)}"
         )
         os.posix_fallocate(self._fd, 0, PAGE_BYTES)
         logged_s = time.monotonic()
-        for start in range(self.room_bytes, room_bytes, RESERVE_BYTES):
+        for start in range(0, room_bytes, RESERVE_BYTES):
             if stopped():
                 raise BackendError(f"{self.what}: reserving memory: it is closed")
             length = min(RESERVE_BYTES, room_bytes - start)
@@ -651,6 +633,7 @@ class ImageFile:
             if time.monotonic() - logged_s >= LOG_EVERY_S:
                 logged_s = time.monotonic()
                 logger.info("%s: %d of %d MiB ready", self.what, start >> 20, room_bytes >> 20)
+        self.room_bytes = room_bytes
 
     def _map(self) -> None:
         total = IMAGE_START + self.room_bytes

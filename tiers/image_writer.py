@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierfall.core.compression.codec import Packer
+from tierfall.core.compression.codec import Packer, frame_bytes_max
 from tierfall.core.compression.frame_table import (
     FrameTable,
     chunk_widths,
     make_frame_table,
     seek_table_bytes,
 )
-from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.copies.image_writes import ImageUpload
 from tierfall.core.format.commit_files import packed_files
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Geometry, Manifest, NamedFile
@@ -36,23 +36,16 @@ PART_BYTES = 8 << 20
 _PAGE_BYTES = 4096
 
 
-class RawImageWriter:
+class RawImageWriter(ImageUpload):
     """Writes a raw image, straight from the memory of its chunks."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._published = False
 
-    def has_chunk(self, index: int) -> bool:
-        """Whether a chunk must not be written again after a failure: never, since a raw write is whole or failed."""
-        return False
-
     def write_chunks(self, index: int, start: int, view: memoryview) -> None:
         """Write the chunks from ``index`` on; ``start`` is their offset in the image."""
         self._writer.write(start, view)
-
-    def flush(self) -> None:
-        """Do nothing: no data is buffered."""
 
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
         """Publish the image; may be called again after a retryable failure. Returns no files: it is raw."""
@@ -171,7 +164,7 @@ class _PackedStream:
     end: int = 0
 
 
-class PackedImageWriter:
+class PackedImageWriter(ImageUpload):
     """Writes a packed image; see the module. ``write_record`` stores its frame table."""
 
     def __init__(

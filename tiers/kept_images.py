@@ -38,7 +38,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.tiers.host import image_files, new_path
+from tierfall.tiers.host import ImagePool, image_files
 from tierfall.tiers.host_folder import measure_room, prepare_folder, sized
 from tierfall.tiers.image_file import PAGE_BYTES, ImageFile, Region, Seal, room_for
 
@@ -230,20 +230,17 @@ class _Arriving:
     given_up: bool = False
 
 
-class KeptImages:
+class KeptImages(ImagePool):
     """The files into which a process receives images. Its methods may be called by several threads."""
 
     def __init__(self, folder: KeptFolder, slot: int, *, adopts_from: float = math.inf) -> None:
         """The files of this process are those of its ``slot``, and of the slots of earlier starts from ``adopts_from``
         on. They are opened when one is needed first."""
-        self.folder = folder
-        self._slot = slot
+        super().__init__(folder.folder, slot, folder.run)
+        self.kept = folder
         self._adopts_from = adopts_from
         self._lock = threading.Lock()
-        self._making = threading.Lock()
-        """Held while a file is made or enlarged, which takes long for a large one."""
-        self._opened = self._closed = False
-        self._files: list[ImageFile] = []
+        self._opened = False
         self._arriving: dict[_Key, _Arriving] = {}
         self._sealed: dict[CheckpointId, list[Region]] = {}
         self._uploads: dict[Shard, int] = {}
@@ -254,18 +251,19 @@ class KeptImages:
     def _open(self) -> None:
         """Open the files of earlier starts. Raises LockError if another process uses one of the own slot, ConfigError
         for one that is no image of this run. Such files of other slots stay as they are."""
+        own = self.slot
         with self._making:
             if self._opened:
                 return
-            for slot, paths in image_files(self.folder.folder).items():
-                for path in paths if slot == self._slot or slot >= self._adopts_from else ():
+            for slot, paths in image_files(self.folder).items():
+                for path in paths if slot == own or slot >= self._adopts_from else ():
                     if all(file.path != path for file in self._files):
-                        self._adopt(path, is_own=slot == self._slot)
+                        self._adopt(path, is_own=slot == own)
             self._opened = True
 
     def _adopt(self, path: Path, *, is_own: bool) -> None:
         try:
-            file = ImageFile.open(path, run=self.folder.run, writable=True)
+            file = ImageFile.open(path, run=self._run, writable=True)
         except KeyNotFoundError:
             return
         except (LockError, ConfigError) as error:
@@ -322,7 +320,7 @@ class KeptImages:
                 if not self._is_repeated(key, upload):
                     self._sent[key] = upload, None
             return True
-        region = self._take(shard, image_bytes=image_bytes, records_bytes=records_bytes)
+        region = self._allocate(shard, image_bytes=image_bytes, records_bytes=records_bytes)
         try:
             with self._lock:
                 if self._is_repeated(key, upload):
@@ -343,7 +341,7 @@ class KeptImages:
 
     def _has_good(self, checkpoint: CheckpointId, shard: Shard, attempt_id: str) -> bool:
         """Whether an earlier start has sent an image, and it is good. Damaged ones are dropped."""
-        for image in self.folder.find(checkpoint, shard, attempt_id):
+        for image in self.kept.find(checkpoint, shard, attempt_id):
             try:
                 image.verify()
             except IntegrityError as error:
@@ -368,43 +366,22 @@ class KeptImages:
             with suppress(OSError):
                 image.path.unlink()
 
-    def _take(self, shard: Shard, *, image_bytes: int, records_bytes: int) -> Region:
-        """Take the smallest free file that has room, or else enlarge the largest one, or make one. Other free files are
-        deleted if that lacks memory."""
+    def _allocate(self, shard: Shard, *, image_bytes: int, records_bytes: int) -> Region:
+        """Take a free file that has room, or make one. Raises StorageFullError."""
         need = room_for(image_bytes=image_bytes, records_bytes=records_bytes)
-        folder = self.folder.folder
-        prepare_folder(folder)  # a cleaner of temporary files may have removed it
         with self._making:
-            for file in [file for file in self._files if file.is_free]:
-                if not file.exists():
-                    self._delete(file)
-            free = sorted((f for f in self._files if f.is_free), key=lambda f: f.room_bytes)
-            fitting = next((f for f in free if f.room_bytes >= need), None)
-            taken = fitting or (free.pop() if free else None)
-            room = 0 if taken is None else taken.room_bytes
-            while fitting is None and free and need > room + measure_room(folder).free_bytes:
-                self._delete(free.pop())
-            free_bytes = room + measure_room(folder).free_bytes
-            if fitting is None and need > free_bytes:
-                raise StorageFullError(
-                    f"it needs {sized(need)}, and {sized(free_bytes)} are free for it on {node_name()}: {HELPS}"
-                )
-            try:
-                if taken is None:
-                    path = new_path(folder, self._slot)
-                    taken = ImageFile.create(
-                        path, run=self.folder.run, room_bytes=need, stopped=lambda: self._closed
+            while (region := self._take(image_bytes, need, shard)) is None:
+                self._delete_small(need)
+                free_bytes = measure_room(prepare_folder(self.folder)).free_bytes
+                if need > free_bytes:
+                    raise StorageFullError(
+                        f"it needs {sized(need)}, and {sized(free_bytes)} are free for it on {node_name()}: {HELPS}"
                     )
-                    self._files.append(taken)
-                elif room < need:
-                    taken.resize(need, lambda: self._closed)
-            except CapacityError as error:  # others took it meanwhile
-                raise StorageFullError(str(error)) from error
-            return taken.take(image_bytes=image_bytes, shard=shard)
-
-    def _delete(self, file: ImageFile) -> None:
-        self._files.remove(file)
-        file.close(keep=False)
+                try:
+                    self._make_file(need)
+                except CapacityError as error:  # others took it meanwhile
+                    raise StorageFullError(str(error)) from error
+            return region
 
     @contextmanager
     def receiving(
@@ -486,23 +463,19 @@ class KeptImages:
     def _trim(self) -> None:
         """Keep a free file for each one that is used; delete the others, the smallest first."""
         with self._making:
-            free = sorted((f for f in self._files if f.is_free), key=lambda f: f.room_bytes)
-            used = len(self._files) - len(free)
-            for file in free[: max(0, len(free) - used)]:
-                self._delete(file)
+            files = self._files
+            free = sorted((f for f in files if f.is_free), key=lambda f: f.room_bytes)
+            for file in free[: max(0, 2 * len(free) - len(files))]:
+                files.remove(file)
+                file.close(keep=False)
 
     def close(self, *, keep: bool) -> None:
         """Close the files, and delete the free ones; unless ``keep``, all of them. May be called twice."""
         self._closed = True  # ends a reservation that is in progress
         with ExitStack() as closing:  # one that fails keeps no other open
-            closing.callback(self._close_files, keep=keep)
+            closing.callback(super().close, keep=keep)
             if not keep:
                 try:
                     self._open()
                 except (LockError, ConfigError) as error:  # a later start has them
                     logger.warning("peers: what is kept for other nodes stays: %s", error)
-
-    def _close_files(self, *, keep: bool) -> None:
-        with self._making, ExitStack() as closing:
-            for file in self._files:
-                closing.callback(file.close, keep=keep)

@@ -60,12 +60,9 @@ _clients: weakref.WeakSet[PeerClient] = weakref.WeakSet()
 # The server -------------------------------------------------------------------------------------------
 
 
-class PeerServer:
-    """Serves from its construction until ``close``, at the address of the socket ``listener``, which it owns.
-
-    ``senders`` are the names of the nodes whose images are kept here. ``idle_s``: a connection that is silent for
-    longer within a payload or an answer is closed.
-    """
+class PeerServer(Server):
+    """Serves ``images``. ``senders`` are the names of the nodes whose images are kept here. ``idle_s``: a connection
+    that is silent for longer within a payload or an answer is closed."""
 
     def __init__(
         self,
@@ -80,15 +77,14 @@ class PeerServer:
         self.images = images
         self.senders = frozenset(senders)
         self.idle_s = idle_s
-        self._server = Server(listener, secret=secret, run=run, serve=self._serve, name="peers")
-        self.port = self._server.port
 
-    def _serve(self, connection: Connection, sender: str) -> None:
-        Requests(self, connection, sender).run()
+        def serve(connection: Connection, sender: str) -> None:
+            Requests(self, connection, sender).run()
 
-    def close(self) -> None:
-        """Stop listening, and close every connection, within CLOSE_S seconds for each request in progress."""
-        self._server.close(CLOSE_S)
+        super().__init__(listener, secret=secret, run=run, serve=serve, name="peers")
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        super().close(timeout_s)
 
 
 class Requests:
@@ -182,7 +178,7 @@ class Requests:
     # Reading
 
     def _list(self) -> bytes:
-        images, problems = self._images.folder.images()
+        images, problems = self._images.kept.images()
         rows = [
             [i.path.name, i.shard.rank, i.shard.world_size, i.commit.encode().decode()]
             for i in images
@@ -205,7 +201,7 @@ class Requests:
         key = checkpoint, shard, str(head["attempt_id"])
         found, failure = self._found.get(key), None
         if found is None:
-            found = self._images.folder.find(*key)
+            found = self._images.kept.find(*key)
         self._found = {}
         for image in found:
             try:

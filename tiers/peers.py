@@ -8,13 +8,14 @@ fence. Each rank drops what it keeps, as rank 0 says.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.copies.image_writes import ImageUpload
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import files_of, shards_of, unite_records
 from tierfall.core.format.decided import DecidedList
@@ -63,7 +64,7 @@ class PeerCache(StoredTier):
     ) -> None:
         # what a tier stores beside images is in its folder: here, nothing
         backend = PosixBackend(folder, read_only=True, direct_io=False)
-        super().__init__(name=name, run=run, backend=backend, has_latest=False, **options)
+        super().__init__(name=name, run=run, backend=backend, **options)
         self._kept = kept
         self._images = images
         self._sent = tuple(sent)
@@ -86,7 +87,7 @@ class PeerCache(StoredTier):
         self._attempt_ids |= {c.id: c.commit.lineage.attempt_id for c in listing.copies if c.commit}
         return listing
 
-    def find_copy(self, checkpoint: CheckpointId, *, batch: int = 0) -> FoundCopy | None:
+    def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
         listing = self.list()
         if listing.error is not None:
             raise listing.error
@@ -138,7 +139,6 @@ class PeerCache(StoredTier):
         *,
         attempt: Attempt | None,
         known: DecidedList | None,
-        batch: int = 0,
         next_latest: CheckpointId | None = None,
     ) -> None:
         """Drop what this process keeps of a checkpoint: each does, as rank 0 says. Without ``known``, the commit was
@@ -233,9 +233,10 @@ class PeerCache(StoredTier):
         self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
     ) -> None:
         """Drop an image of this rank, of a checkpoint that rank 0 gave up, from the nodes that keep it."""
-        own, uploads = self._shard, self._uploads.get(checkpoint, ())
-        if own is not None:
-            call_all(uploads, lambda each: each.client.discard(checkpoint, own, each.number))
+        if self._shard is not None:
+            with ExitStack() as asking:  # one that fails keeps nothing on the others
+                for each in self._uploads.get(checkpoint, ()):
+                    asking.callback(each.client.discard, checkpoint, self._shard, each.number)
         self._forget(checkpoint)
 
     def _forget(self, checkpoint: CheckpointId) -> None:
@@ -259,24 +260,6 @@ class PeerCache(StoredTier):
         codec: Codec = Codec.NONE,
     ) -> None:
         self._ask(checkpoint, shard, lambda image: image.read(offset, [view]))
-
-    def read_cached(
-        self,
-        checkpoint: CheckpointId,
-        shard: Shard,
-        offset: int,
-        end: int,
-        views: Iterable[memoryview],
-        *,
-        codec: Codec = Codec.NONE,
-    ) -> bool:
-        """Read an image that was found on this node; False if none was, or it cannot be read."""
-        views = tuple(views)
-        for image in self._found.get((self._kept, checkpoint, shard), ()):
-            with suppress(TierfallError):
-                image.read(offset, views)
-                return True
-        return False
 
     def _ask(self, checkpoint: CheckpointId, shard: Shard, call: Callable[[KeptImage], T]) -> T:
         """Call each image until one answers: those on this node first, then those on other nodes."""
@@ -313,17 +296,14 @@ class PeerCache(StoredTier):
     def check_begin(self, attempt: Attempt) -> None:
         """No other start sends to the nodes of this one."""
 
-    def sync_commit(self, checkpoint: CheckpointId) -> None:
-        """Memory has nothing to sync."""
+    def write_latest(self, checkpoint: CheckpointId) -> None:
+        """The tiers of storage name the newest checkpoint."""
 
     def record_lineage(self, commit: Commit, writer: Attempt | None = None) -> None:
         """The tiers of storage record how an attempt began."""
 
     def note_damaged(self, commit: Commit, why: str) -> None:
         """Each start reads anew what is in memory."""
-
-    def note_mended(self, commit: Commit) -> None:
-        """See ``note_damaged``."""
 
     def close(self) -> None:
         for client in self._sent:
@@ -340,7 +320,7 @@ class Upload:
     is_there: bool
 
 
-class SentImage:
+class SentImage(ImageUpload):
     """Sends an image to each node that is to keep a copy. The failure of any is the failure of the call."""
 
     def __init__(self, checkpoint: CheckpointId, shard: Shard, uploads: Sequence[Upload]) -> None:
@@ -355,9 +335,6 @@ class SentImage:
             if not each.is_there:
                 each.client.write(self._checkpoint, self._shard, each.number, start, view)
 
-    def flush(self) -> None:
-        """Do nothing: no data is buffered."""
-
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
         """All has arrived; what counts is decided by the commit."""
         return ()
@@ -366,15 +343,3 @@ class SentImage:
         for each in self._uploads:
             with suppress(BackendError):  # the next image that is begun gives this one up
                 each.client.discard(self._checkpoint, self._shard, each.number)
-
-
-def call_all(clients: Iterable[T], call: Callable[[T], object]) -> None:
-    """Call for all, and raise the first error then: one that fails does not keep what is on the others."""
-    failure: BackendError | None = None
-    for client in clients:
-        try:
-            call(client)
-        except BackendError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure

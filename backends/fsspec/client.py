@@ -6,28 +6,31 @@ when it is whole: by a rename where the filesystem has one, else by a copy and a
 only on object stores, whose put is one request with a condition, because a file that is opened exclusively is visible
 before it is whole. Empty folders are not removed.
 
-Each filesystem raises exceptions of its own libraries, so every ``Exception`` is classified here, by its class, errno
-and status only: its text may contain the request.
+``open_client`` passes options to the filesystem unchanged. Each client has its own filesystem: fsspec's cached
+instances share credentials and connections with other users in the process. The directory cache is disabled, because
+its listings are stale.
 """
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+import importlib
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import ObjectClient, Stream
-from tierfall.backends.object.responses import (
-    KEYS_HINT,
-    answer_error,
+from tierfall.backends.object.client import (
+    ObjectClient,
+    Stream,
+    answer_in,
     creating,
-    silence_error,
+    hide_requests,
+    library_error,
     translating,
+    unknown_argument,
 )
 from tierfall.backends.toolkit.keys import is_unfinished, unfinished_name
 from tierfall.backends.toolkit.views import copy_bytes, flat
@@ -35,11 +38,12 @@ from tierfall.core.types.backend import Publish, StoredObject, part_bytes
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
+    ConfigError,
     KeyExistsError,
     KeyNotFoundError,
-    StorageFullError,
     UnreachableError,
 )
+from tierfall.core.types.text import hint_at
 
 # Object stores: an acknowledged put is durable and atomic, and folders do not exist.
 STORES = ("s3", "gs", "gcs", "az", "abfs", "abfss")
@@ -51,23 +55,8 @@ _VERSIONS = (
 )  # fmt: skip
 # Of the other filesystems, those whose move replaces a file atomically.
 _REPLACING = ("file", "local", "sftp", "ssh")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The least length of a part of an upload.
 _PART_BYTES = 16 * 1024 * 1024
-# Class names of aiohttp, botocore, azure and google.auth for a request without an answer, or for credentials that could
-# not be fetched; the classes are not imported.
-_SILENT = {
-    *("ClientError", "ConnectionError", "HTTPClientError", "IncompleteRead", "IncompleteReadError"),
-    *("ServiceRequestError", "ServiceResponseError", "TransportError", "RefreshError"),
-    *("CredentialRetrievalError", "MetadataRetrievalError"),
-}
-# And for credentials that are missing or of no use.
-_NO_LOGIN = {
-    *("NoCredentialsError", "PartialCredentialsError", "SSOError", "TokenRetrievalError"),
-    *("ClientAuthenticationError", "DefaultCredentialsError"),
-}
-# gcsfs raises an OSError without a status for an answer of 403.
-_FORBIDDEN = "Forbidden: "
 
 
 class FsspecClient(ObjectClient):
@@ -207,7 +196,7 @@ class FsspecClient(ObjectClient):
                 return call(path)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
                 self._check_root(what)
-                if _answer_in(error.__cause__) == (404, ""):
+                if answer_in(error.__cause__) == (404, ""):
                     raise  # It names nothing: a proxy in front of the store may have sent it.
                 raise KeyNotFoundError(f"{what}: there is no such object") from None
             except KeyError:
@@ -351,60 +340,132 @@ def _version(entry: Mapping[str, Any]) -> str:
 
 def translated(what: str) -> AbstractContextManager[None]:
     """Raise a filesystem's exceptions as BackendErrors."""
-    return translating(what, (Exception,), store_error)
+    return translating(what, library_error)
 
 
-def store_error(error: Exception, what: str) -> BackendError:
-    """Classify an exception of a filesystem."""
-    # In this order: the cause of a silence may have a number that looks like a status, as aiohttp's parser has 400 for
-    # a broken answer.
-    for each in (error, error.__cause__):
-        found = _request_error(each, what)
-        if found is not None:
-            return found
-    if isinstance(error, FileNotFoundError):
-        return KeyNotFoundError(f"{what}: there is no such object")
-    if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
-        return BackendError(f"{what}: a folder and an object would have the same name")
-    if isinstance(error, PermissionError):
-        return AccessDeniedError(f"{what}: not allowed; {KEYS_HINT}")
-    if isinstance(error, OSError):
-        return _system_error(error, what)
-    return BackendError(f"{what}: {type(error).__name__} in fsspec")
+_PACKAGES = {
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+}
+_NO_STORE = "a web server takes no files; a store like S3 is s3://BUCKET/PREFIX with options: {endpoint_url: ...}"
+# Options of every filesystem, for its cache.
+_OF_FSSPEC = {"listings_expiry_time", "max_paths", "use_listings_cache", "skip_instance_cache"}
+_CONNECT_S = 5.0
+_READ_S = 120.0
+# As of our own client: bounded waits, and no checksums that stores other than Amazon's may not support.
+_S3_CONFIG = {
+    "connect_timeout": _CONNECT_S,
+    "read_timeout": _READ_S,
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+_ONE_TRY = {"retries": {"total_max_attempts": 1}}
 
 
-def _request_error(error: BaseException | None, what: str) -> BackendError | None:
-    """Classify an exception of a request over a network; None if it is none."""
-    answer = _answer_in(error)
-    if answer is not None:
-        return answer_error(*answer, what)
-    names = {each.__name__ for each in type(error).__mro__}
-    if names & _SILENT or isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):
-        return silence_error(type(error).__name__, what)
-    if names & _NO_LOGIN or (type(error) is OSError and str(error).startswith(_FORBIDDEN)):
-        return AccessDeniedError(f"{what}: not allowed; {KEYS_HINT}")
-    return None
+def open_client(url: str, options: Mapping[str, Any] | None = None) -> FsspecClient:
+    """Make the client; makes no request yet.
+
+    Raises ConfigError for a protocol that fsspec does not know, a missing package, and options that the filesystem does
+    not have.
+    """
+    protocol = url.partition("://")[0]
+    if protocol in ("http", "https"):
+        raise ConfigError(f"{url}: {_NO_STORE}")
+    kind = _filesystem_class(protocol)
+    given = {**kind._get_kwargs_from_urls(url), **dict(options or {})}
+    if protocol not in STORES:
+        system = _filesystem(kind, protocol, given)
+        return FsspecClient(system, url, streams=system)
+    if protocol == "s3":
+        hide_requests()
+    else:
+        _check_names(kind, protocol, given)
+    streams = _filesystem(kind, protocol, given)
+    system = _filesystem(kind, protocol, given, **_ONE_TRY)
+    _try_once(protocol, system)
+    return FsspecClient(system, url, streams=streams)
 
 
-def _system_error(error: OSError, what: str) -> BackendError:
-    if error.errno in _FULL:
-        return StorageFullError(f"{what}: no space is left; free some")
-    reason = os.strerror(error.errno) if error.errno else type(error).__name__
-    return silence_error(reason, what)
+def _check_names(kind: Any, protocol: str, options: Collection[str]) -> None:
+    """Raise ConfigError for an option that a filesystem does not have: gcsfs and adlfs ignore it."""
+    known = set(_OF_FSSPEC)
+    for each in kind.__mro__:
+        known.update(inspect.signature(each.__init__).parameters)
+    for name in sorted(options):
+        if name not in known:
+            raise ConfigError(
+                f"{protocol}://: {_PACKAGES[protocol]} has no option {name}{hint_at(name, known)}; see its "
+                "documentation"
+            )
 
 
-def _answer_in(error: BaseException | None) -> tuple[int, str] | None:
-    """Return the status and the code of a store's answer in an exception, or None."""
-    response = getattr(error, "response", None)
-    if isinstance(response, Mapping):
-        # botocore's. The answer to HEAD has no body: botocore then puts the status in place of the code.
-        code = str(response.get("Error", {}).get("Code", ""))
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return int(status), "" if code.isdigit() else code
-    for name in ("status_code", "status", "code"):
-        value = getattr(error, name, None)
-        if isinstance(value, int) and 300 <= value < 600:
-            # error_code: of Azure's exceptions only.
-            named = getattr(error, "error_code", None)
-            return value, str(getattr(named, "value", named) or "")
-    return None
+def _bounds(protocol: str, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return options that bound the wait for an answer. ``config`` is added to that of s3fs. adlfs has bounds of its
+    own."""
+    if protocol == "s3":
+        return {"config_kwargs": {**_S3_CONFIG, **config}}
+    if _PACKAGES.get(protocol) != "gcsfs":
+        return {}
+    import aiohttp  # It comes with gcsfs.
+
+    bound = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
+    return {"session_kwargs": {"timeout": bound}}
+
+
+def _try_once(protocol: str, system: Any) -> None:
+    """Let a filesystem try each request once, because wrappers retry. gcsfs and adlfs have no option for it."""
+    if protocol == "s3":
+        system.retries = 1
+    elif _PACKAGES[protocol] == "gcsfs":
+        once = getattr(getattr(type(system), "_request", None), "__wrapped__", None)
+        if once is not None:
+            system._request = once.__get__(system)
+    else:
+        for policy in system.service_client._pipeline._impl_policies:
+            if hasattr(policy, "total_retries"):
+                policy.total_retries = 0
+
+
+def _filesystem_class(protocol: str) -> Any:
+    try:
+        if _PACKAGES.get(protocol) == "gcsfs":
+            # The class that gcsfs registers asks over gRPC what kind of bucket it is, and in some shows half an object.
+            return importlib.import_module("gcsfs.core").GCSFileSystem
+        return fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        raise ConfigError(f"{protocol}:// is not known to fsspec; is the protocol right?") from None
+    except ImportError as error:
+        package = _PACKAGES.get(protocol)
+        hint = f"pip install {package}" if package else str(error)
+        raise ConfigError(f"{protocol}:// needs another package: {hint}") from error
+
+
+def _filesystem(kind: Any, protocol: str, options: dict[str, Any], **config: Any) -> Any:
+    with _options_checked(protocol):
+        bounded = {
+            name: {**bounds, **(options.get(name) or {})}
+            for name, bounds in _bounds(protocol, config).items()
+        }
+        fresh = {"skip_instance_cache": True, "use_listings_cache": False}
+        system = kind(**{**options, **bounded, **fresh})
+        if protocol == "s3":
+            # s3fs looks at its options only when it connects, which makes no request to the store.
+            system.connect()
+        return system
+
+
+@contextmanager
+def _options_checked(protocol: str) -> Iterator[None]:
+    """Raise a filesystem's exceptions about its options as a ConfigError that contains no value."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - each filesystem raises other classes
+        name = unknown_argument(error)
+        reason = f"{name} is unknown" if name else type(error).__name__
+        raise ConfigError(
+            f"fsspec's {protocol}:// does not accept these options: {reason}; see its documentation"
+        ) from None

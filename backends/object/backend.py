@@ -71,10 +71,13 @@ class ObjectStoreBackend(BackendBase):
 
     def _create(self, key: str, extent: Extent, publish: Publish) -> Writer:
         kind: type[BufferedWriter | MultipartWriter | OrderedWriter] = BufferedWriter
-        if self._client.takes_parts:
-            kind = MultipartWriter
-        elif self._client.takes_streams:
-            kind = OrderedWriter
+        most_bytes = extent.most_bytes
+        is_small = most_bytes is not None and most_bytes <= SINGLE_BYTES_MAX
+        if publish is not Publish.IF_ABSENT and not is_small:
+            if self._client.takes_parts:
+                kind = MultipartWriter
+            elif self._client.takes_streams:
+                kind = OrderedWriter
         return kind(self._client, self._active, key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
@@ -203,6 +206,7 @@ PART_BYTES_MIN = 5 * 1024 * 1024
 SINGLE_BYTES_MAX = 8 * 1024 * 1024
 # A longer object cannot be created conditionally: only a single put was probed at open.
 CONDITIONAL_BYTES_MAX = 64 * 1024 * 1024
+_TOO_FEW = f"only the last piece may be below part_bytes_min ({PART_BYTES_MIN} bytes)"
 
 
 class ObjectWriterBase(WriterBase):
@@ -222,12 +226,8 @@ class ObjectWriterBase(WriterBase):
         self._client = client
         self._active = active
         self._full_key = client.prefix + key
-        self._kept: dict[int, bytearray] = {}
-        """Bytes in memory, by their offset."""
-        self._keep_bytes_max = (
-            CONDITIONAL_BYTES_MAX if publish is Publish.IF_ABSENT else SINGLE_BYTES_MAX
-        )
-        """The most bytes that are kept in memory for a single put."""
+        self._kept = bytearray()
+        """Bytes that are sent by ``publish``."""
         self._unfinished = ""
 
     def write(self, offset: int, view: memoryview) -> None:
@@ -248,7 +248,7 @@ class ObjectWriterBase(WriterBase):
         """Take bytes, under the lock; return a call that sends them, or None."""
 
     def _on_published(self) -> None:
-        self._kept.clear()
+        self._kept = bytearray()
         self._active.discard(self._unfinished)
 
     def _remove(self) -> None:
@@ -258,23 +258,13 @@ class ObjectWriterBase(WriterBase):
 
     def _die(self) -> None:
         self._state = WriterState.DEAD
-        self._kept.clear()
+        self._kept = bytearray()
         with suppress(BackendError):
             self._remove()
         self._active.discard(self._unfinished)
 
-    def _keep(self, offset: int, data: memoryview) -> None:
-        kept = bytearray(data.nbytes)
-        with memoryview(kept) as target:
-            copy_bytes(target, data)
-        self._kept[offset] = kept
-
-    def _joined(self) -> bytes | bytearray:
-        kept = [piece for _, piece in sorted(self._kept.items())]
-        return kept[0] if len(kept) == 1 else b"".join(kept)
-
     def _put_whole(self, what: str) -> None:
-        self._client.put(self._full_key, memoryview(self._joined()), self._publish_mode, what)
+        self._client.put(self._full_key, memoryview(self._kept), self._publish_mode, what)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -287,11 +277,11 @@ class _Part:
 
 
 class MultipartWriter(ObjectWriterBase):
-    """Writes one new object by a single put or a multipart upload; see ``core.types.backend.Writer``.
+    """Writes one new object by a multipart upload; see ``core.types.backend.Writer``.
 
-    Every ``write`` of a large object is one part, and has been sent when the call returns: parts are sent in any order
-    and from several threads, without a copy. A part's number follows from its offset. Bytes too few for a part are kept
-    in memory until ``publish``: the last bytes of a large object, or all of a small one.
+    Every ``write`` is one part, and has been sent when the call returns: parts are sent in any order and from several
+    threads, without a copy. A part's number follows from its offset. One piece may be too small for a part, the last
+    one: it is kept in memory until ``publish``. If it is all there is, a single put sends it.
 
     If the answer to the completion of an upload is lost, the request is retried. If the store no longer knows the
     upload then, it may have completed it the first time; the writer is dead, and the caller writes a new object.
@@ -309,6 +299,7 @@ class MultipartWriter(ObjectWriterBase):
         super().__init__(client, active, key, extent=extent, publish=publish)
         self._begin_lock = threading.Lock()
         self._parts: dict[int, _Part] = {}
+        self._kept_offset = 0
         self._there: Mapping[int, tuple[str, int]] = {}
         """Parts that an earlier writer has sent of the upload: etag and bytes. An etag is usually the part's MD5; a
         part with another etag is sent again."""
@@ -334,9 +325,10 @@ class MultipartWriter(ObjectWriterBase):
         end = offset + data.nbytes
         if not data.nbytes:
             return None
-        if not self._is_part(end, data.nbytes):
-            self._check_kept_bytes(offset, data.nbytes)
-            self._keep(offset, data)
+        if data.nbytes < PART_BYTES_MIN and end != self._extent.length:
+            if self._kept and offset != self._kept_offset:
+                raise BackendError(f"{self._what('write')}: {_TOO_FEW}")
+            self._kept, self._kept_offset = _copied(data), offset
             return None
         number = offset // self._stride_bytes + 1
         part = self._parts.setdefault(number, _Part(offset=offset, size_bytes=data.nbytes))
@@ -346,22 +338,6 @@ class MultipartWriter(ObjectWriterBase):
                 f"length or length_max at create, and write {self._stride_bytes} bytes or more at a time"
             )
         return partial(self._send, number, part, data)
-
-    def _is_part(self, end: int, size_bytes: int) -> bool:
-        length = self._extent.length
-        if self._publish_mode is Publish.IF_ABSENT:
-            return False
-        if length is None:
-            return size_bytes >= PART_BYTES_MIN
-        return length > SINGLE_BYTES_MAX and (size_bytes >= PART_BYTES_MIN or end == length)
-
-    def _check_kept_bytes(self, offset: int, size_bytes: int) -> None:
-        others = sum(len(each) for start, each in self._kept.items() if start != offset)
-        if others + size_bytes > self._keep_bytes_max:
-            raise BackendError(
-                f"{self._what('write')}: {size_bytes} bytes at {offset} are too few for a part (part_bytes_min: "
-                f"{PART_BYTES_MIN}), and with the {others} kept before too many for a single put"
-            )
 
     def _send(self, number: int, part: _Part, data: memoryview) -> None:
         what = self._what(f"write part {number} of")
@@ -375,12 +351,9 @@ class MultipartWriter(ObjectWriterBase):
                 part.etag = etag
             else:
                 part.etag = self._client.put_part(self._full_key, upload, number, data, what)
-        except BackendError as error:
-            if not error.retryable:
+        except BaseException as error:
+            if not (isinstance(error, BackendError) and error.retryable):
                 self.abort()
-            raise
-        except BaseException:
-            self.abort()
             raise
         with self._lock:
             is_dead = self._state is WriterState.DEAD
@@ -431,14 +404,14 @@ class MultipartWriter(ObjectWriterBase):
 
     def _fault(self) -> str | None:
         """Return why the parts and the kept bytes are not the whole object, or None."""
-        spans = [(part.offset, part.size_bytes) for part in self._parts.values() if part.etag]
-        spans += [(offset, len(kept)) for offset, kept in self._kept.items()]
+        spans = [(part.offset, part.size_bytes) for part in self._parts.values()]
+        spans += [(self._kept_offset, len(self._kept))] if self._kept else []
         end = 0
         for offset, size_bytes in sorted(spans):
             if offset != end:
                 return f"{'a hole' if offset > end else 'bytes written twice'} at byte {end}"
             end += size_bytes
-        if len(spans) != len(self._parts) + len(self._kept):
+        if not all(part.etag for part in self._parts.values()):
             return "a part was never taken"
         if self._extent.length not in (None, end):
             return f"{end} of {self._extent.length} bytes were written"
@@ -447,29 +420,25 @@ class MultipartWriter(ObjectWriterBase):
     def _send_last(self, what: str) -> None:
         """Send the kept bytes as the last part."""
         end = max(part.offset + part.size_bytes for part in self._parts.values())
-        if any(offset < end for offset in self._kept):
-            raise BackendError(
-                f"{what}: only the last piece may be below part_bytes_min ({PART_BYTES_MIN} bytes)"
-            )
-        last = self._joined()
-        if not last:
+        if not self._kept:
             return
+        if self._kept_offset < end:
+            raise BackendError(f"{what}: {_TOO_FEW}")
         number = end // self._stride_bytes + 1
         number += number == max(self._parts)
         etag = self._client.put_part(
-            self._full_key, self._unfinished, number, memoryview(last), what
+            self._full_key, self._unfinished, number, memoryview(self._kept), what
         )
-        self._parts[number] = _Part(offset=end, size_bytes=len(last), etag=etag)
-        self._kept.clear()
+        self._parts[number] = _Part(offset=end, size_bytes=len(self._kept), etag=etag)
+        self._kept = bytearray()
 
 
 class OrderedWriter(ObjectWriterBase):
     """Writes one new object where single parts cannot be sent again: its bytes in rising order, through one stream; see
     ``Writer`` under ``ordered_writes``.
 
-    An object that is small, or created conditionally, is kept in memory for a single put, which can be retried. A
-    stream that failed cannot be continued, because its earlier bytes are lost: the writer is dead, and the error is not
-    retryable. The caller writes a new object."""
+    A stream that failed cannot be continued, because its earlier bytes are lost: the writer is dead, and the error is
+    not retryable. The caller writes a new object."""
 
     _stream: Stream | None = None
     _end = 0
@@ -481,30 +450,17 @@ class OrderedWriter(ObjectWriterBase):
                 f"{what}: bytes {offset} to {offset + data.nbytes} do not follow the {self._end} before; this store "
                 "accepts bytes in rising order only (ordered_writes)"
             )
-        if not data.nbytes:
-            return
-        end = offset + data.nbytes
-        if self._stream is None and end <= self._keep_bytes_max:
-            self._keep(offset, data)
-        else:
+        if data.nbytes:
             with _not_retryable():
-                self._open_stream(what).write(data)
-        self._end = end
+                self._opened(what).write(data)
+            self._end += data.nbytes
 
-    def _open_stream(self, what: str) -> Stream:
-        """Open the stream, once, and write the kept bytes to it."""
-        if self._publish_mode is Publish.IF_ABSENT:
-            raise BackendError(
-                f"{what}: too many bytes for a single put, and only that can create conditionally; at most "
-                f"{CONDITIONAL_BYTES_MAX} bytes"
-            )
+    def _opened(self, what: str) -> Stream:
+        """Open the stream, once."""
         if self._stream is None:
             self._stream = self._client.open_stream(self._full_key, self._extent.most_bytes, what)
             self._unfinished = self._stream.unfinished
             self._active.add(self._unfinished)
-            for _, piece in sorted(self._kept.items()):
-                self._stream.write(memoryview(piece))
-            self._kept.clear()
         return self._stream
 
     def _finish(self, what: str) -> None:
@@ -524,8 +480,8 @@ class OrderedWriter(ObjectWriterBase):
 
 
 class BufferedWriter(ObjectWriterBase):
-    """Writes one new object to a store that takes objects only whole: keeps its bytes in memory, which may be written
-    in any order and again, for a single put."""
+    """Writes one new object by a single put, which can be retried: one that is small or created conditionally, or any
+    if the store takes objects only whole. Keeps its bytes in memory, which may be written in any order and again."""
 
     @cached_property
     def _coverage(self) -> Coverage:
@@ -533,9 +489,15 @@ class BufferedWriter(ObjectWriterBase):
 
     def _add(self, offset: int, data: memoryview) -> None:
         end = offset + data.nbytes
-        kept = self._kept.setdefault(0, bytearray(self._extent.length or 0))
-        kept.extend(bytes(max(0, end - len(kept))))
-        with memoryview(kept) as target:
+        if self._publish_mode is Publish.IF_ABSENT and end > CONDITIONAL_BYTES_MAX:
+            raise BackendError(
+                f"{self._what('write')}: too many bytes for a single put, and only that can create conditionally; at "
+                f"most {CONDITIONAL_BYTES_MAX} bytes"
+            )
+        if not self._kept:
+            self._kept = bytearray(self._extent.length or 0)
+        self._kept.extend(bytes(max(0, end - len(self._kept))))
+        with memoryview(self._kept) as target:
             copy_bytes(target[offset:end], data)
         self._coverage.add(offset, end)
 
@@ -557,3 +519,10 @@ def _not_retryable() -> Iterator[None]:
         raise BackendError(
             f"{error}; a stream that failed cannot be continued: write a new object"
         ) from error
+
+
+def _copied(data: memoryview) -> bytearray:
+    copy = bytearray(data.nbytes)
+    with memoryview(copy) as target:
+        copy_bytes(target, data)
+    return copy

@@ -17,13 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.backends.posix import system
-from tierfall.backends.posix.folders import Entry, Folders, Listings, is_missing, make_root
-from tierfall.backends.posix.probe import UNPROBED, Exclusive, Medium, direct_block, probe
+from tierfall.backends.posix.folders import Entry, Folders, is_missing, make_root, walk
 from tierfall.backends.posix.system import (
     BOUNCE_BYTES,
     DIRECT_BYTES_MIN,
+    UNPROBED,
+    Exclusive,
+    Medium,
     backend_error,
+    direct_block,
     is_cached,
+    probe,
     read_whole,
     read_without_waiting,
     split,
@@ -134,6 +138,8 @@ class PosixBackend(BackendBase):
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
         """See ``Backend``. False where the backend is read-only: inspection reads the medium."""
         check_key(key)
+        if self._read_only:
+            return False
         with self._lookup("read", key), self._opened(key) as (file, status):
             if not self._in_page_cache(file, status, offset, end - offset):
                 return False
@@ -157,7 +163,7 @@ class PosixBackend(BackendBase):
         check_prefix(prefix)
         return (
             StoredObject(key=key, bytes=entry.bytes, version=entry.version)
-            for key, entry in Listings(self._entries).walk(prefix)
+            for key, entry in walk(self._entries, prefix)
             if not entry.is_folder and is_key(key)
         )
 
@@ -199,7 +205,7 @@ class PosixBackend(BackendBase):
     def discard_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)
         self._check_writable(self._what("clean up", prefix))
-        found = list(Listings(self._entries).walk(prefix))
+        found = list(walk(self._entries, prefix))
         dead: dict[str, list[str]] = {}
         for path, entry in found:
             unfinished = not entry.is_folder and is_unfinished(entry.name)
@@ -257,7 +263,7 @@ class PosixBackend(BackendBase):
     def _in_page_cache(
         self, file: int, status: os.stat_result, offset: int, size_bytes: int
     ) -> bool:
-        if self._read_only or size_bytes < DIRECT_BYTES_MIN:
+        if size_bytes < DIRECT_BYTES_MIN:
             return False
         # For other users the kernel reports every page as resident.
         is_own = os.geteuid() in (0, status.st_uid)

@@ -11,8 +11,7 @@ import errno
 import os
 import stat
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +38,6 @@ _CURE = (
     "the start makes a new folder (of a shared tier, after 'tierfall forget'), and copies there what memory and other "
     "tiers have"
 )
-SLOW_S = 0.0005
-SLOW_IN_A_ROW = 4
-"""A single slow listing may only mean that the machine is busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,47 +265,28 @@ class Folders:
             )
 
 
-class Listings:
-    """Lists the folders of one walk: one by one on a fast disk, concurrently where listings are slow.
+def walk(list_folder: Callable[[str], list[Entry]], prefix: str) -> Iterator[tuple[str, Entry]]:
+    """Yield every file and folder below a prefix with its path, without what is below a folder whose name no key has.
+    The files are sorted as keys. Subfolders are listed concurrently: a file server takes a round trip for each."""
+    yield from _below(list_folder, prefix, list_folder(prefix))
 
-    A thread costs more than a listing from the kernel's cache, and far less than a round trip to a file server."""
 
-    def __init__(self, entries: Callable[[str], list[Entry]]) -> None:
-        self._entries = entries
-        self._slow_in_a_row = 0
-
-    def walk(self, prefix: str) -> Iterator[tuple[str, Entry]]:
-        """Yield every file and folder below a prefix with its path, without what is below a folder whose name no key
-        has. The files are sorted as keys."""
-        (entries,) = self._list([prefix])
-        yield from self._below(prefix, entries)
-
-    def _below(self, prefix: str, entries: list[Entry]) -> Iterator[tuple[str, Entry]]:
-        entries = [entry for entry in entries if not entry.is_folder or is_component(entry.name)]
-        entries.sort(key=lambda entry: f"{entry.name}/" if entry.is_folder else entry.name)
-        pending = [f"{prefix}{entry.name}/" for entry in entries if entry.is_folder]
-        listed: dict[str, list[Entry]] = {}
-        for entry in entries:
-            path = prefix + entry.name
-            yield path, entry
-            if entry.is_folder:
-                if not listed:
-                    group, pending = pending[: self._at_once], pending[self._at_once :]
-                    listed = dict(zip(group, self._list(group), strict=True))
-                yield from self._below(f"{path}/", listed.pop(f"{path}/"))
-
-    @property
-    def _at_once(self) -> int:
-        return GROUP if self._slow_in_a_row >= SLOW_IN_A_ROW else 1
-
-    def _list(self, folders: Sequence[str]) -> list[list[Entry]]:
-        if len(folders) > 1:
-            return run_in_parallel(self._entries, folders, parallel=LISTINGS_AT_ONCE)
-        began_s = time.monotonic()
-        found = [self._entries(folder) for folder in folders]
-        is_slow = time.monotonic() - began_s > SLOW_S * len(folders)
-        self._slow_in_a_row = self._slow_in_a_row + 1 if is_slow else 0
-        return found
+def _below(
+    list_folder: Callable[[str], list[Entry]], prefix: str, entries: list[Entry]
+) -> Iterator[tuple[str, Entry]]:
+    entries = [entry for entry in entries if not entry.is_folder or is_component(entry.name)]
+    entries.sort(key=lambda entry: f"{entry.name}/" if entry.is_folder else entry.name)
+    pending = [f"{prefix}{entry.name}/" for entry in entries if entry.is_folder]
+    listed: dict[str, list[Entry]] = {}
+    for entry in entries:
+        path = prefix + entry.name
+        yield path, entry
+        if entry.is_folder:
+            if not listed:
+                group, pending = pending[:GROUP], pending[GROUP:]
+                found = run_in_parallel(list_folder, group, parallel=LISTINGS_AT_ONCE)
+                listed = dict(zip(group, found, strict=True))
+            yield from _below(list_folder, f"{path}/", listed.pop(f"{path}/"))
 
 
 def _entry(found: os.DirEntry[str]) -> Entry | None:

@@ -5,8 +5,7 @@ registers it for the protocol of its addresses: docs/write-a-backend.md. The con
 ``tierfall.backends.conformance``.
 """
 
-from tierfall.backends.toolkit.object_store import MultipartStore, ObjectStore
-from tierfall.backends.toolkit.registry import register
+from tierfall.backends.toolkit.object_store import MultipartStore, ObjectStore, register
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (
     AccessDeniedError,

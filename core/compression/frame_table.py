@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from json import loads
 
-from tierfall.core.compression.codec import WIDTHS
-from tierfall.core.compression.frames import LEVEL_MAX, LEVEL_MIN, frame_bytes_max
+from tierfall.core.compression.codec import LEVEL_MAX, LEVEL_MIN, WIDTHS, frame_bytes_max
 from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields, Spliced
 from tierfall.core.format.records import IMAGE_BYTES_MAX, Geometry, Manifest

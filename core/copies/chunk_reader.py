@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import xxhash
 
-from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.compression.codec import frame_bytes_max
 from tierfall.core.copies.images import READ_THREADS, Image, PackedImage, check_digest, read_chunk
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
 from tierfall.core.load.build import Fill

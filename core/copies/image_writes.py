@@ -32,15 +32,18 @@ class ImageUpload(Protocol):
 
     ``write_chunks`` writes the chunks from ``index`` on, which begin at ``start`` of the image. After a retryable
     failure the upload can continue: chunks for which ``has_chunk`` is true are not written again, and ``flush`` sends
-    what is buffered. ``finish`` makes the image visible and returns the files that the commit record names in place of
-    the raw image; it may be repeated after a retryable failure. After any other failure the upload is unusable.
+    what is buffered; by default nothing is. ``finish`` makes the image visible and returns the files that the commit
+    record names in place of the raw image; it may be repeated after a retryable failure. After any other failure the
+    upload is unusable.
     """
 
-    def has_chunk(self, index: int) -> bool: ...
+    def has_chunk(self, index: int) -> bool:
+        return False
 
     def write_chunks(self, index: int, start: int, view: memoryview) -> None: ...
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        return
 
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]: ...
 

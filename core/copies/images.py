@@ -12,9 +12,8 @@ import numpy as np
 
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.compression.codec import Unpacker
+from tierfall.core.compression.codec import Unpacker, frame_bytes_max
 from tierfall.core.compression.frame_table import FrameTable, read_frame_table
-from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import log_misread, read_twice, sha256
 from tierfall.core.format.records import Commit, Manifest, NamedFile, parse_manifest

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
 from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.compression.codec import frame_bytes_max
 from tierfall.core.compression.frame_table import FrameTable
-from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.chunk_reader import BUFFER_BYTES
 from tierfall.core.copies.images import (
     READ_THREADS,

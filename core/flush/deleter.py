@@ -174,7 +174,6 @@ class Deleter:
         self._trusted: set[str] = set()
         self._to_announce: set[tuple[str, CheckpointId]] = set()
         self._cancelled = False
-        self._batch = 0
 
     def set_paused(self, paused: bool) -> None:
         """Pause deletions while a restore reads the tiers, or resume them."""
@@ -279,7 +278,6 @@ class Deleter:
         drops = {d.checkpoint: d.reason for d in (*by_person, *by_rule)}
         newest = self._ledger.newest_on(tier, without=drops) if drops else None
         stay = self._planner.stay(tier, drops) if by_rule else ()
-        self._batch += 1
         for id, reason in drops.items():
             relied = () if id in ids else stay
             self._delete(tier, id, reason, next_latest=newest, stay=relied)
@@ -344,7 +342,6 @@ class Deleter:
     ) -> bool:
         """Delete a committed copy; those ``beside`` it are deleted, too. Return False if it is in progress or is
         retried, or deletions are cancelled."""
-        self._batch += 1
         drops = {id, *beside}
         newest = self._ledger.newest_on(tier, without=drops)
         return self._delete(
@@ -368,7 +365,6 @@ class Deleter:
             id=id,
             reason=reason,
             known=self._ledger.decided,
-            batch=self._batch,
             next_latest=next_latest,
             stay=stay if is_good else (),
         )

@@ -128,16 +128,15 @@ class DeleteCopy:
 
     ``known`` are the entries that the decision took into account: if the tier's list has any other, nothing is deleted,
     and the outcome's value is that list. Without ``known`` all ranks have given it up: no list is read. If it is no
-    list, the value is None, or the commit record of an unfinished copy that is committed. The first deletion of a
-    ``batch`` reads the list anew. ``next_latest`` is what ``latest`` names afterwards if it named this one. ``stay``
-    are copies on the tier that stay; NotWholeError if one of them lacks files.
+    list, the value is None, or the commit record of an unfinished copy that is committed. ``next_latest`` is what
+    ``latest`` names afterwards if it named this one. ``stay`` are copies on the tier that stay; NotWholeError if one of
+    them lacks files.
     """
 
     tier: str
     id: CheckpointId
     reason: str
     known: DecidedList | None = None
-    batch: int = 0
     unfinished: bool = False
     shard: Shard | None = None
     next_latest: CheckpointId | None = None

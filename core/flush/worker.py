@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.compression.codec import frame_bytes_max
 from tierfall.core.copies.image_writes import ImageUpload, WritableStore, publish_image
 from tierfall.core.copies.images import (
     Image,
@@ -76,7 +76,7 @@ logger = logging.getLogger("tierfall")
 
 
 class DecidedStore(Protocol):
-    """A tier's list of what is decided: ``tiers/listing.py:DecidedFolder``."""
+    """A tier's list of what is decided: ``tiers/run_files.py:DecidedFolder``."""
 
     def read(self, *, max_age_s: float = ...) -> DecidedList: ...
 
@@ -97,7 +97,7 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
 
     def is_committed(self, checkpoint: CheckpointId) -> bool: ...
 
-    def find_copy(self, checkpoint: CheckpointId, *, batch: int = ...) -> FoundCopy | None: ...
+    def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None: ...
 
     def sync_commit(self, checkpoint: CheckpointId) -> None: ...
 
@@ -119,7 +119,6 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
         *,
         attempt: Attempt | None,
         known: DecidedList | None,
-        batch: int = ...,
         next_latest: CheckpointId | None = None,
     ) -> DecidedList | None: ...
 
@@ -304,7 +303,6 @@ class TaskRunner:
                 task.id,
                 attempt=self._attempt(),
                 known=task.known,
-                batch=task.batch,
                 next_latest=task.next_latest,
             )
         commit = _committed_with(store, task.id, task.shard)
@@ -536,7 +534,7 @@ def _check_whole(task: DeleteCopy, store: TaskStore) -> None:
     damaged = {}
     for id in task.stay:
         try:
-            found = store.find_copy(id, batch=task.batch)
+            found = store.find_copy(id)
             if found is not None and found.unread is not None:
                 raise found.unread
         except TierfallError as error:

@@ -22,7 +22,7 @@ UNSEEN_ATTEMPTS = 1000
 
 
 class NotReadError(BackendError):
-    """The commit record of a copy is there, and is read later: see ``tiers.listing.TierCatalog.list``."""
+    """The commit record of a copy is there, and is read later: see ``tiers.stored.StoredTier.list``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import pytest
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.views import aligned_block
-from tierfall.backends.wrappers.retry import Retrying, RetryPolicy, wrap
+from tierfall.backends.wrappers import Retrying, RetryPolicy
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.backend import Backend, Publish
 
@@ -35,7 +35,7 @@ def retrying(inner: Backend) -> Backend:
 
 def wrapped(inner: Backend) -> Backend:
     writes = RateLimiter(1_000_000, sleep=no_sleep)
-    return wrap(inner, writes=writes, retry=RetryPolicy(sleep=no_sleep, rng=Random(0)))
+    return Retrying(inner, RetryPolicy(sleep=no_sleep, rng=Random(0)), writes=writes)
 
 
 WRAPS: dict[str, Wrap] = {"bare": lambda inner: inner, "wrapped": wrapped}
@@ -69,9 +69,6 @@ KINDS = {
     f"{medium}-{name}": Kind(medium=medium, around=WRAPS[name])
     for medium, name in (("memory", "bare"), ("direct", "bare"), ("buffered", "wrapped"))
 }
-GROUPED = "grouped-bare"
-"""Files whose folders are listed several at a time from the first one on: see the fixture ``grouped_listings``."""
-KINDS[GROUPED] = Kind(medium="grouped", around=WRAPS["bare"])
 
 
 def files_below(root: Path) -> list[str]:

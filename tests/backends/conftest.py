@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from s3_stub import Stub
 
-from tierfall.backends.posix import folders
 from tierfall.backends.posix.backend import PosixBackend
 
 
@@ -29,12 +28,6 @@ def direct_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not backend.traits.direct_io:
             pytest.skip(f"no direct I/O in {folder}")
     return folder
-
-
-@pytest.fixture
-def grouped_listings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders are listed as on a medium that is slow to answer: several at a time."""
-    monkeypatch.setattr(folders, "SLOW_IN_A_ROW", 0)
 
 
 @pytest.fixture(params=["buffered", "direct"])

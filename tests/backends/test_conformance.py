@@ -7,30 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from backend_places import GROUPED, KINDS
+from backend_places import KINDS
 
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
+from tierfall.backends.wrappers import Wrapper, WriterWrapper
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import BackendError, KeyNotFoundError
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (kind, name)
-        for kind in KINDS
-        for name in CHECKS
-        if kind != GROUPED or "scan" in name or "prefix" in name or "delete" in name
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CHECKS)
 def test_promise(kind: str, name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     folder = tmp_path
     if kind.startswith("direct"):
         request.getfixturevalue("direct_folder")
-    if kind == GROUPED:
-        request.getfixturevalue("grouped_listings")
     check_promise(name, KINDS[kind].maker(folder), reopen=KINDS[kind].reopener)
 
 

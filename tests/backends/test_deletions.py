@@ -12,7 +12,7 @@ from s3_stub import Reply, Stub, error_body, opened, refused, taking
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.object.client import ObjectClient
-from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
+from tierfall.backends.wrappers import Retrying, RetryPolicy
 from tierfall.core.types.backend import delete_all
 from tierfall.core.types.errors import (
     AccessDeniedError,

@@ -10,9 +10,8 @@ from backend_places import put
 from s3_stub import Stub, refused
 
 from tests.object_store import SeaweedFS
-from tierfall.backends.fsspec.client import FsspecClient, store_error
-from tierfall.backends.fsspec.options import open_client
-from tierfall.backends.object.client import BareAbsenceError
+from tierfall.backends.fsspec.client import FsspecClient, open_client
+from tierfall.backends.object.client import BareAbsenceError, library_error
 from tierfall.backends.open import open_backend
 from tierfall.core.types.backend import Backend, Publish
 from tierfall.core.types.errors import (
@@ -133,11 +132,11 @@ class Answered(Exception):
 def test_what_filesystems_raise_is_distinguished(
     error: Exception, kind: type[BackendError]
 ) -> None:
-    found = store_error(error, "read 'key'")
+    found = library_error(error, "read 'key'")
     assert type(found) is kind
     assert "hunter2" not in str(found)
     assert "read 'key'" in str(found)
     caused = OSError("hunter2")
     caused.__cause__ = error
     if isinstance(error, Answered) and kind is not BackendError:
-        assert type(store_error(caused, "x")) is kind
+        assert type(library_error(caused, "x")) is kind

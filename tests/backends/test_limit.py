@@ -9,7 +9,7 @@ import pytest
 from backend_places import get, put
 
 from tests.memory_backend import MemoryBackend
-from tierfall.backends.wrappers.base import Limited, Wrapper, WriterWrapper
+from tierfall.backends.wrappers import Retrying, RetryPolicy, Wrapper, WriterWrapper
 from tierfall.core.runtime.rate_limit import SLICE_BYTES_MIN, RateLimiter
 from tierfall.core.types.backend import Backend, Publish, Traits, Writer
 
@@ -80,16 +80,17 @@ RATE = 40 * SLICE_BYTES_MIN
 SLICE = 2 * SLICE_BYTES_MIN
 
 
-def both_ways(rate: int, clock: Clock) -> dict[str, RateLimiter]:
-    """Limits of one rate for each direction."""
-    return {name: RateLimiter(rate, clock, clock.sleep) for name in ("writes", "reads")}
+def limited_both_ways(inner: Backend, rate: int, clock: Clock) -> Backend:
+    """Limit each direction to one rate."""
+    limits = {name: RateLimiter(rate, clock, clock.sleep) for name in ("writes", "reads")}
+    return Retrying(inner, RetryPolicy(), **limits)
 
 
 def test_a_write_advances_in_even_slices() -> None:
     clock, times = Clock(), []
     watched = Watched(MemoryBackend())
     watched.at_call = lambda: times.append(clock.now_s)
-    limited = Limited(watched, **both_ways(RATE, clock))
+    limited = limited_both_ways(watched, RATE, clock)
     data = bytes(range(256)) * (5 * SLICE // 256) + b"tail"
     put(limited, "run/key", data)
     assert watched.only("write") == [(start * SLICE, SLICE) for start in range(5)] + [
@@ -101,7 +102,7 @@ def test_a_write_advances_in_even_slices() -> None:
 
 def test_idle_time_earns_no_burst() -> None:
     clock = Clock()
-    limited = Limited(MemoryBackend(), **both_ways(RATE, clock))
+    limited = limited_both_ways(MemoryBackend(), RATE, clock)
     clock.now_s += 1000
     start_s = clock.now_s
     put(limited, "run/key", bytes(10 * SLICE))
@@ -110,7 +111,7 @@ def test_idle_time_earns_no_burst() -> None:
 
 def test_writers_share_the_rate_and_readers_have_their_own() -> None:
     clock = Clock()
-    limited = Limited(MemoryBackend(), **both_ways(RATE, clock))
+    limited = limited_both_ways(MemoryBackend(), RATE, clock)
     put(limited, "run/a", bytes(4 * SLICE))
     put(limited, "run/b", bytes(4 * SLICE))
     assert clock.now_s == pytest.approx(100 + 7 * SLICE / RATE)
@@ -124,7 +125,7 @@ def test_a_read_is_one_call() -> None:
     """In two, the object could be replaced in between."""
     clock = Clock()
     watched = Watched(MemoryBackend())
-    limited = Limited(watched, **both_ways(1000, clock))
+    limited = limited_both_ways(watched, 1000, clock)
     put(watched, "run/key", bytes(4 * SLICE))
     watched.seen.clear()
     get(limited, "run/key")
@@ -136,7 +137,7 @@ def test_a_write_is_not_cut_where_that_would_break_a_rule(change: dict[str, int]
     clock = Clock()
     memory = MemoryBackend()
     watched = Watched(memory, replace(memory.traits, **change))  # type: ignore[arg-type]
-    limited = Limited(watched, **both_ways(RATE, clock))
+    limited = limited_both_ways(watched, RATE, clock)
     with limited.create("run/key") as writer:
         writer.write(0, memoryview(bytes(4 * SLICE)))
         writer.write(4 * SLICE, memoryview(bytes(SLICE)))

@@ -89,17 +89,6 @@ def test_a_failed_upload_leaves_nothing(backend: Backend, s3_server: SeaweedFS) 
     fresh.close()
 
 
-def test_small_last_pieces_are_joined(backend: Backend) -> None:
-    data = b"".join(parts(7, 2)) + b"ab" + b"cde"
-    with backend.create("key") as writer:
-        for start, end in ((0, PART_BYTES), (PART_BYTES, 2 * PART_BYTES)):
-            writer.write(start, memoryview(data)[start:end])
-        writer.write(2 * PART_BYTES, memoryview(b"ab"))
-        writer.write(2 * PART_BYTES + 2, memoryview(b"cde"))
-        writer.publish()
-    assert get(backend, "key") == data
-
-
 def test_parts_are_bounded_in_number(backend: Backend, s3_server: SeaweedFS) -> None:
     view = memoryview(bytes(PART_BYTES))
     large = backend.create("large", length=200 * 1024 * MIB)

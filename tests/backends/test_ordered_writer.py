@@ -12,7 +12,7 @@ from s3_stub import Stub, probed, refused, taking
 from tests.object_store import SeaweedFS
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
-from tierfall.backends.s3.options import open_client
+from tierfall.backends.s3.client import open_client
 from tierfall.core.types.backend import Backend, Publish
 from tierfall.core.types.errors import BackendError, UnreachableError
 from tierfall.core.types.values import Driver

@@ -14,7 +14,7 @@ from backend_places import get, put
 from tests.memory_backend import MemoryStore
 from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.object.backend import ObjectStoreBackend
-from tierfall.backends.object.store_client import StoreClient
+from tierfall.backends.object.client import StoreClient
 from tierfall.backends.toolkit import (
     AccessDeniedError,
     BackendError,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.system import is_cached
 from tierfall.backends.toolkit.views import aligned_block
-from tierfall.backends.wrappers.base import Limited
-from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
+from tierfall.backends.wrappers import Retrying, RetryPolicy
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.errors import BackendError
 
@@ -109,9 +107,8 @@ def test_wrappers_pass_reads_of_the_page_cache_on(
         return True
 
     monkeypatch.setattr(PosixBackend, "read_cached", fill)
-    for wrap in (partial(Retrying, retry=RetryPolicy()), partial(Limited, reads=RateLimiter(1))):
-        backend = wrap(PosixBackend(stored))
-        view = memoryview(bytearray(3))
-        assert backend.read_cached(KEY, 4, 7, [view])
-        assert bytes(view) == b"key"
-        backend.close()
+    backend = Retrying(PosixBackend(stored), RetryPolicy(), reads=RateLimiter(1))
+    view = memoryview(bytearray(3))
+    assert backend.read_cached(KEY, 4, 7, [view])
+    assert bytes(view) == b"key"
+    backend.close()

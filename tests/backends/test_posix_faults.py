@@ -204,11 +204,11 @@ def test_errno_table(
 def test_a_listing_that_cannot_be_read_raises_also_in_the_middle(
     backend: PosixBackend, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    for key in ("a/key", "b/key", "c/key"):
+    for key in ("a/key", "b/c/key", "d/key"):
         put(backend, key, b"")
-    fail(monkeypatch, "open", number, lambda name, *args, **more: name == "b")
+    fail(monkeypatch, "open", number, lambda name, *args, **more: name == "c")
     found = []
-    with pytest.raises(BackendError, match="list 'b/'") as caught:  # noqa: PT012 - in the middle
+    with pytest.raises(BackendError, match="list 'b/c/'") as caught:  # noqa: PT012 - in the middle
         for stored in backend.scan(""):
             found.append(stored.key)
     assert not isinstance(caught.value, KeyNotFoundError)

@@ -1,4 +1,4 @@
-"""A medium that is slow to answer is asked for several folders at once, and nobody sees that by what is listed."""
+"""Several folders are listed at once, and nobody sees that by what is listed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def tier(tmp_path: Path) -> PosixBackend:
     return backend
 
 
-@pytest.mark.usefixtures("grouped_listings")
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 def test_one_folder_of_many_that_cannot_be_listed_fails_the_scan(
     tier: PosixBackend, monkeypatch: pytest.MonkeyPatch, number: int

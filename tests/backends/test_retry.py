@@ -13,8 +13,7 @@ from backend_places import fail, files_below, get, put
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.wrappers.base import Wrapper
-from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
+from tierfall.backends.wrappers import Retrying, RetryPolicy, Wrapper
 from tierfall.core.types.backend import Backend, Publish
 from tierfall.core.types.errors import (
     AccessDeniedError,

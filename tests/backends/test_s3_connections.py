@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from s3_stub import KEY, PART_BYTES, SECRET, Stub, opened, refused, taking
 
-from tierfall.backends.s3.options import open_client
+from tierfall.backends.s3.client import open_client
 from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
 
 BODY = memoryview(bytes(3 * 1024 * 1024))

@@ -9,7 +9,7 @@ import pytest
 from backend_places import put
 from s3_stub import KEY, PART_BYTES, SECRET, Stub, opened, refused
 
-from tierfall.backends.s3.options import open_client
+from tierfall.backends.s3.client import open_client
 from tierfall.core.types.errors import AccessDeniedError, ConfigError
 
 KEYS = {"key": KEY, "secret": SECRET}
@@ -58,7 +58,7 @@ def test_an_address_of_the_environment_may_carry_no_password(
     assert SECRET not in str(caught.value)
 
 
-class SentError(Exception):
+class SentError(BaseException):
     """Ends a request before it is sent."""
 
 

@@ -11,7 +11,7 @@ import yaml
 from cli_kit import ROOT, run_process
 
 from tests import forked
-from tierfall.backends.toolkit import registry as backends
+from tierfall.backends.toolkit import object_store as backends
 from tierfall.config import load_config
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.policy import PolicyKind

@@ -21,9 +21,9 @@ from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.flush.coordinator import Coordinator
 from tierfall.core.flush.memory import Admissions, Superseder
 from tierfall.setup.opened_tiers import OpenedTiers
-from tierfall.tiers.attempts import Fence
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_file import ImageFile, Region
+from tierfall.tiers.run_files import Fence
 from tierfall.tiers.stored import StoredTier
 
 RUN = "doomed"

@@ -67,7 +67,6 @@ from tierfall.setup.opened_tiers import with_rest
 from tierfall.setup.start import FoundAtStart, Start, next_number
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import make_durable
-from tierfall.tiers import listing
 from tierfall.tiers.peers import PeerCache
 from tierfall.tiers.stored import StoredTier
 
@@ -174,7 +173,7 @@ class Rank:
 
     def _look(self, *, newest: bool = False) -> tuple[Listing, ...]:
         """List all that this rank can see; ``newest``: as if there were thousands of checkpoints."""
-        with patch.object(listing, "FEW", 0):
+        with patch("tierfall.tiers.stored.FEW", 0):
             stored = [
                 self.stores[tier].list(newest=newest)
                 if tier not in self.errors

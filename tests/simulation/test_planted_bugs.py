@@ -32,9 +32,8 @@ from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, protection
 from tierfall.run.cadence import AnnouncedSteps
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.tiers.attempts import Fence
-from tierfall.tiers.documents import Documents
-from tierfall.tiers.listing import TierCatalog
+from tierfall.tiers.run_files import Documents, Fence
+from tierfall.tiers.stored import StoredTier
 
 SEEDS = 60
 """How many hours may pass until a bug is found. ``first`` is the seed that found it last."""
@@ -100,7 +99,7 @@ def rely_on_what_nobody_has_read(patch: pytest.MonkeyPatch) -> None:
 
 def believe_the_commit_record(patch: pytest.MonkeyPatch) -> None:
     """A listing does not look at which files are there."""
-    patch.setattr(TierCatalog, "_with_damage", lambda catalog, copy, files: copy)
+    patch.setattr(StoredTier, "_with_damage", lambda catalog, copy, files: copy)
 
 
 def look_for_newer_attempts_at_commits_only(patch: pytest.MonkeyPatch) -> None:

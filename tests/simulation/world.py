@@ -25,7 +25,7 @@ from tierfall.core.capture.snapshot import (
     CaptureSealed,
     Snapshot,
 )
-from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.compression.codec import frame_bytes_max
 from tierfall.core.copies.images import Image, StoredImage, checked_manifest, unpacked
 from tierfall.core.flush.tasks import CommandKind, Task
 from tierfall.core.format.catalog import FoundCopy, Listing, next_attempt

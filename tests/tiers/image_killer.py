@@ -38,7 +38,7 @@ def host_in(folder: Path) -> HostTier:
 
 
 def image_of(seed: int, number: int) -> bytes:
-    """Images grow: files are enlarged."""
+    """Images grow: free files give way to larger ones."""
     source = random.Random(f"image {seed} {number}")
     return source.randbytes(source.randrange(1, 5000 * (1 + min(number, 12))))
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 from test_stored import attempt, commit, commit_of, keys, steps, tier_on, unsynced
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
-from tierfall.backends.wrappers.base import Wrapper
-from tierfall.core.format.decided import FENCE_VALID_S, Decided, DecidedList, Word
+from tierfall.backends.wrappers import Wrapper
+from tierfall.core.format.decided import Decided, DecidedList, Word
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import BackendError, IntegrityError, UnreachableError
 from tierfall.core.types.values import CheckpointId
@@ -48,8 +46,8 @@ def decide(tier: StoredTier, word: Word, tag: str = "") -> Decided:
     return entry
 
 
-def drop(tier: StoredTier, known: DecidedList | None, batch: int = 0) -> DecidedList | None:
-    return tier.delete(ONE, attempt=None, known=known, batch=batch)
+def drop(tier: StoredTier, known: DecidedList | None) -> DecidedList | None:
+    return tier.delete(ONE, attempt=None, known=known)
 
 
 # Adding ----------------------------------------------------------------------------------------------
@@ -163,35 +161,15 @@ def test_nothing_is_deleted_if_the_list_cannot_be_read(disk: MemoryBackend) -> N
     assert steps(tier_on(disk)) == ["1@1"]
 
 
-@pytest.mark.parametrize(
-    ("later_s", "batch", "reads"),
-    [
-        (0.0, 1, False),
-        (0.9 * FENCE_VALID_S, 1, False),
-        (1.1 * FENCE_VALID_S, 1, True),
-        (0, 2, True),
-    ],
-)
-def test_the_list_is_read_once_a_second_and_at_each_batch(
-    disk: MemoryBackend,
-    monkeypatch: pytest.MonkeyPatch,
-    later_s: float,
-    batch: int,
-    reads: bool,
-) -> None:
-    """The deletion of many copies at once costs few listings."""
-    clock = SimpleNamespace(now=100.0, time=time.time)
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr("tierfall.tiers.listing.time", clock)
+def test_each_deletion_reads_the_list_once(disk: MemoryBackend) -> None:
     counting = Listings(disk)
     tier = tier_on(counting)
-    tier.delete(CheckpointId(9, 1), attempt=None, known=DecidedList(), batch=1)
+    tier.delete(CheckpointId(9, 1), attempt=None, known=DecidedList())
     assert counting.count == 1
     commit(tier, 1)
     decide(tier_on(disk), Word.PIN)
-    clock.now += later_s
-    assert bool(drop(tier, DecidedList(), batch)) is reads
-    assert counting.count == 1 + reads
+    assert drop(tier, DecidedList())
+    assert counting.count == 2
 
 
 # Damage ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tierfall.core.types.errors import CapacityError, ConfigError, IntegrityErro
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.tiers import host as host_module
 from tierfall.tiers import image_file
-from tierfall.tiers.host import FILES_MAX, HostTier
+from tierfall.tiers.host import FILES_MAX, HostTier, held_bytes
 from tierfall.tiers.host_folder import RoomReport
 from tierfall.tiers.image_file import Region, room_for
 
@@ -120,7 +120,9 @@ def test_a_process_that_may_open_few_descriptors_has_few_files(
     host.close(keep=False)
 
 
-def test_a_file_that_an_image_has_outgrown_is_enlarged_and_views_stay_valid(folder: Path) -> None:
+def test_an_image_that_has_outgrown_the_files_has_a_new_one_and_views_stay_valid(
+    folder: Path,
+) -> None:
     host = host_in(folder)
     first = save(host, 1)
     view = first.image
@@ -140,21 +142,21 @@ def test_images_that_grow_a_little_each_time_do_not_reserve_anew_each_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their records do, with metrics and tags."""
-    resized = list[int]()
-    real = image_file.ImageFile.resize
+    made = list[int]()
+    real = image_file.ImageFile.create
 
-    def resize(self: image_file.ImageFile, room_bytes: int, *more: Any) -> None:
-        resized.append(room_bytes)
-        real(self, room_bytes, *more)
+    def create(path: Path, *, room_bytes: int, **more: Any) -> image_file.ImageFile:
+        made.append(room_bytes)
+        return real(path, room_bytes=room_bytes, **more)
 
     host = host_in(folder, capacity_bytes=8 * MIB)
-    monkeypatch.setattr(image_file.ImageFile, "resize", resize)
+    monkeypatch.setattr(image_file.ImageFile, "create", create)
     for pages in range(40):
         region = room_in(host, MIB + pages * PAGE)
         assert region is not None
         region.release()
     prepare(host)
-    assert len(resized) < 40
+    assert 0 < len(made) < 40
     host.close(keep=False)
 
 
@@ -213,11 +215,13 @@ def test_ranks_of_a_node_share_what_is_free(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """``short(free)``: from now on so many bytes are free for files."""
+def short(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``short(free)``: now so many bytes are free for files, and what is deleted from here on."""
 
     def set_free(free_bytes: int) -> None:
-        monkeypatch.setattr(image_file, "measure_room", lambda folder: room(free_bytes))
+        monkeypatch.setattr(image_file, "measure_room", lambda _: room(free_bytes))
+        known = free_bytes + held_bytes(folder)
+        monkeypatch.setattr(image_file, "measure_room", lambda _: room(known - held_bytes(folder)))
 
     return set_free
 

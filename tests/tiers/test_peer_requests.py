@@ -356,7 +356,7 @@ def test_a_forked_child_does_not_keep_connections(serve: Serve, is_in_use: bool)
         os._exit(0)
     try:
         connection.socket.close()  # as a kill of the parent: without a shutdown, which would end the child's copy too
-        wait_until(lambda: not server._server._connections)
+        wait_until(lambda: not server._connections)
     finally:
         os.close(end)
         os.waitpid(child, 0)

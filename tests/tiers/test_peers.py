@@ -57,7 +57,7 @@ class Wired:
         self._ask("discard", lambda: self.images_there.discard(id, shard, upload))
 
     def images(self) -> Any:
-        return self._ask("images", self.images_there.folder.images)
+        return self._ask("images", self.images_there.kept.images)
 
     def close(self) -> None:
         self.images_there.close(keep=True)
@@ -77,14 +77,14 @@ class Node:
             name="peers",
             run="run",
             folder=self.folder,
-            kept=self.images.folder,
+            kept=self.images.kept,
             images=self.images,
             sent=clients,
             shard=Shard(rank, 2),
         )
 
     def kept(self) -> list[tuple[CheckpointId, int]]:
-        images, _ = self.images.folder.images()
+        images, _ = self.images.kept.images()
         return sorted((image.commit.lineage.checkpoint, image.shard.rank) for image in images)
 
 
@@ -197,7 +197,7 @@ def test_a_damaged_image_hides_nothing_of_another_start(node: Make) -> None:
     one = node()
     receive(one.images, ONE, 1)
     receive(one.images, ONE, 1, upload=102)
-    first = one.images.folder.images()[0][0]
+    first = one.images.kept.images()[0][0]
     with first.path.open("r+b") as file:
         file.seek(100)
         file.write(b"damage")

@@ -86,10 +86,10 @@ def test_pages_are_locked_piece_by_piece_and_not_while_an_image_is_filled_there(
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_file_that_is_enlarged_is_locked_anew(
+def test_the_pages_of_a_file_that_is_deleted_for_a_larger_one_are_unlocked(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is mapped anew: memory of the program could be where the driver believes the old pages."""
+    """Memory of the program could be where the driver believes the old pages."""
     locks = FakeLocks(monkeypatch)
     host = host_in(folder, capacity_bytes=3 * MIB)
     region = put(host, b"i" * (2 * MIB), b"")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
-from tierfall.backends.wrappers.base import Wrapper
+from tierfall.backends.wrappers import Wrapper
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import (
@@ -33,7 +33,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.keys import COMMIT_NAME
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.tiers.documents import Documents
+from tierfall.tiers.run_files import Documents
 from tierfall.tiers.stored import StoredTier
 
 SHARD = Shard(0, 1)

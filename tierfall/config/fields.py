@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from tierfall.backends.open import check_url
-from tierfall.core.compression.frames import LEVEL_MAX
+from tierfall.core.compression.codec import LEVEL_MAX
 from tierfall.core.format.records import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from tierfall.core.types import keys, units
 from tierfall.core.types.errors import ConfigError

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from tierfall.config import Config
-from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.compression.codec import frame_bytes_max
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.image_writes import aborted_on_failure, publish_image
 from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage

@@ -31,9 +31,8 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.ops.commands import may_have
 from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import NEWER, Repairer, open_writable
-from tierfall.tiers.attempts import StrayAttemptError
-from tierfall.tiers.listing import NamedInVainError
-from tierfall.tiers.stored import StoredTier
+from tierfall.tiers.run_files import StrayAttemptError
+from tierfall.tiers.stored import NamedInVainError, StoredTier
 
 logger = logging.getLogger("tierfall")
 

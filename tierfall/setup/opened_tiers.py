@@ -356,7 +356,7 @@ class OpenedTiers:
     # Reading -----------------------------------------------------------------------------------------
 
     def list_now(self, call: str = "restore", *, newest: bool = False) -> tuple[Listing, ...]:
-        """List every tier; of memory, the slots of this process. ``newest`` is as in ``TierCatalog.list``. Rank 0 lists
+        """List every tier; of memory, the slots of this process. ``newest`` is as in ``StoredTier.list``. Rank 0 lists
         the tiers that all nodes see, and tells the others, in a ``call`` of all ranks."""
         shared, is_root = self._shared(), self.ranks.topology.is_root
         found = list_all(

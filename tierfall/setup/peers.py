@@ -135,7 +135,7 @@ class PeerMemory:
             name=self._tier.name,
             run=self._run,
             folder=self._tier.path,
-            kept=self.images.folder,
+            kept=self.images.kept,
             images=self.images,
             sent=clients,
             shard=self._shard,

@@ -75,8 +75,8 @@ from tierfall.setup.tiers import (
     shared_setting,
     start_patience_s,
 )
-from tierfall.tiers.attempts import StrayAttemptError
 from tierfall.tiers.host_folder import file_system_of
+from tierfall.tiers.run_files import StrayAttemptError
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")

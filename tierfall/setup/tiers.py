@@ -15,12 +15,10 @@ from typing import TypeVar
 
 from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.wrappers.base import LastAnswer
-from tierfall.backends.wrappers.bounded import Bounded
-from tierfall.backends.wrappers.retry import RetryPolicy, wrap
+from tierfall.backends.wrappers import Bounded, Retrying, RetryPolicy
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
-from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
+from tierfall.core.compression.codec import LEVEL_MIN, frame_bytes_max
 from tierfall.core.flush.lane import LaneLimits
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.ranks.ranks import Ranks
@@ -340,9 +338,9 @@ def _store(
 ) -> StoredTier:
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
-    answering = LastAnswer(backend)
     reads = RateLimiter(tier.read_bandwidth) if tier.read_bandwidth else None
-    wrapped = wrap(answering, writes=pace, reads=reads, retry=RetryPolicy(tries=STORAGE_TRIES))
+    answering = Retrying(backend, RetryPolicy(tries=STORAGE_TRIES), writes=pace, reads=reads)
+    wrapped: Backend = answering
     if is_bounded:
         wrapped = bounded(wrapped, tier, config, lambda: answering.last_answer_s)
     return StoredTier(
@@ -388,7 +386,7 @@ def list_all(
     told: Collection[str] = (),
 ) -> tuple[Listing, ...]:
     """List every stored tier, side by side; return the listings after that of ``memory``, fastest tier first. A tier
-    that does not answer in time has that as its error. ``newest`` is as in ``TierCatalog.list``. Another rank lists the
+    that does not answer in time has that as its error. ``newest`` is as in ``StoredTier.list``. Another rank lists the
     tiers that are ``told``: they are only asked for their record, and the listing is empty."""
     opened = [store for name, store in stores.items() if name not in errors]
 

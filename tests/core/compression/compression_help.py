@@ -6,9 +6,8 @@ import random
 
 import xxhash
 
-from tierfall.core.compression.codec import Packer, Unpacker
+from tierfall.core.compression.codec import Packer, Unpacker, frame_bytes_max
 from tierfall.core.compression.frame_table import FrameTable, chunk_widths, make_frame_table
-from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format import documents
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Geometry, Lineage, Manifest

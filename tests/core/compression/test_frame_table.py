@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from compression_help import CODECS, image_of, packed_file, unpacker
 
+from tierfall.core.compression.codec import frame_bytes_max
 from tierfall.core.compression.frame_table import (
     chunk_widths,
     read_frame_table,
 )
-from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format import documents
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Manifest

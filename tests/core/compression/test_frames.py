@@ -9,8 +9,14 @@ from compression_help import CODECS, like_floats, pack, packer, unpack, unpacker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierfall.core.compression.codec import WIDTHS, Packer, Unpacker, join_planes, split_planes
-from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.compression.codec import (
+    WIDTHS,
+    Packer,
+    Unpacker,
+    frame_bytes_max,
+    join_planes,
+    split_planes,
+)
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import Codec

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.simulation.world import SHARD, World, file_rules
-from tierfall.backends.wrappers.base import Wrapper
+from tierfall.backends.wrappers import Wrapper
 from tierfall.core.flush.tasks import (
     CommandKind,
     DeleteCopy,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.flush.test_damaged_entries import CODECS, FIRST, damage, saved, state
 from tests.simulation.world import World, decided_on, file_rules
-from tierfall.backends.wrappers.base import Wrapper
+from tierfall.backends.wrappers import Wrapper
 from tierfall.core.copies.verify import CopyVerifier, Damage
 from tierfall.core.types.values import Codec, CopyState
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.steps import wait_until
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.compression.codec import frame_bytes_max
 from tierfall.core.flush.tasks import CopyRun, CopySource
 from tierfall.core.flush.worker import SharedReads
 from tierfall.core.format.documents import Spliced
