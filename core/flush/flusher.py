@@ -445,8 +445,7 @@ class Flusher:
             self._wake_at(lane.not_before_s)
             if lane.active is None:
                 return
-            others = (other for other in self._lanes.values() if other is not lane)
-            lane.advance(now_s, [run for other in others for run in other.reading()])
+            lane.advance(now_s)
             transfer = lane.aborted()
             if transfer is None:
                 return

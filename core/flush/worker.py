@@ -9,11 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from tierfall.core.capture.copier import chunk_digest
@@ -60,7 +56,7 @@ from tierfall.core.format.records import (
     Manifest,
     parse_manifest,
 )
-from tierfall.core.runtime.buffers import Buffer, BufferPool
+from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import waited_s
 from tierfall.core.types.errors import (
@@ -128,124 +124,6 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
     ) -> None: ...
 
 
-WAIT_S = 5.0
-"""How long a worker waits for another's read before it reads itself."""
-
-
-class _ReadState(StrEnum):
-    READING = "reading"
-    READ = "read"
-    FAILED = "failed"
-
-
-@dataclass(slots=True, eq=False)
-class _SharedRun:
-    """A chunk range that one worker reads for several. ``spare`` are the buffers that the others have left in
-    exchange."""
-
-    run: CopyRun
-    buffer: Buffer
-    state: _ReadState = _ReadState.READING
-    spare: list[Buffer] = field(default_factory=list)
-
-    def is_settled(self) -> bool:
-        return self.state is not _ReadState.READING
-
-    def covers(self, run: CopyRun, buffer: Buffer) -> bool:
-        """Return whether this buffer contains the bytes of ``run``, checked against the same digests, and ``buffer``
-        has the same length, so that it can be exchanged."""
-        mine = self.run
-        assert mine.manifest is not None
-        assert run.manifest is not None
-        return (
-            (mine.source, mine.id, mine.shard) == (run.source, run.id, run.shard)
-            and mine.start <= run.start
-            and run.end <= mine.end
-            and len(self.buffer.view) == len(buffer.view)
-            and mine.manifest.digests[mine.first : mine.stop][
-                run.first - mine.first : run.stop - mine.first
-            ]
-            == run.manifest.digests[run.first : run.stop]
-        )
-
-
-class SharedReads:
-    """One read for several writers: workers of several tiers that need the same chunk range share one buffer.
-
-    A worker borrows a buffer of its own tier's pool. If another worker is reading the same bytes of the same copy, or
-    still writes from them, the worker uses that buffer and leaves its own one in exchange. A worker that is done
-    returns any buffer that is not in use to its pool. So no tier waits for another's writes, and no memory is used
-    beyond the pools. A buffer that nobody writes from is reused at once: there is no cache. ``pools`` are by tier; only
-    buffers of the same length are exchanged.
-    """
-
-    def __init__(self, pools: Mapping[str, BufferPool], *, wait_s: float = WAIT_S) -> None:
-        """``wait_s``: how long a worker waits for another's read."""
-        self._pools = pools
-        self._wait_s = wait_s
-        self._ranges: list[_SharedRun] = []
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def lend(self, run: CopyRun, read: Callable[[memoryview], None]) -> Iterator[memoryview]:
-        """Lend the bytes of a chunk range of a stored tier: another worker's, or what ``read`` fills a buffer with.
-
-        ``read`` verifies what it reads. If it raises, so does this method, and workers that waited read themselves.
-        """
-        pool = self._pools[run.tier]
-        shared, is_mine = self._join(run, pool.borrow(frame_bytes_max(run.end - run.start)))
-        try:
-            if is_mine:
-                self._fill(shared, read)
-            start = run.start - shared.run.start
-            yield shared.buffer.view[start : start + run.end - run.start]
-        finally:
-            pool.return_buffer(self._leave(shared))
-
-    def _join(self, run: CopyRun, buffer: Buffer) -> tuple[_SharedRun, bool]:
-        """Share another worker's buffer and leave ``buffer`` in exchange; or register ``buffer``, to be filled by the
-        caller (True). A worker that waits for a read counts as a user of it, so that the buffer stays registered."""
-        deadline = time.monotonic() + self._wait_s
-        with self._changed:
-            while found := [one for one in self._ranges if one.covers(run, buffer)]:
-                shared = next((one for one in found if one.state is _ReadState.READ), found[0])
-                shared.spare.append(buffer)
-                left_s = deadline - time.monotonic()
-                self._changed.wait_for(partial(_any_settled, found), max(0.0, left_s))
-                if shared.state is _ReadState.READ:
-                    return shared, False
-                buffer = self._leave(shared)
-                if not _any_settled(found):
-                    break
-            self._ranges.append(_SharedRun(run, buffer))
-            return self._ranges[-1], True
-
-    def _fill(self, shared: _SharedRun, read: Callable[[memoryview], None]) -> None:
-        state = _ReadState.FAILED
-        try:
-            read(shared.buffer.view)
-            state = _ReadState.READ
-        finally:
-            with self._changed:
-                shared.state = state
-                if state is _ReadState.FAILED:
-                    self._ranges.remove(shared)
-                self._changed.notify_all()
-
-    def _leave(self, shared: _SharedRun) -> Buffer:
-        """Return a buffer for the caller's pool: while others use the shared one, one of its spare buffers."""
-        with self._changed:
-            if shared.spare:
-                return shared.spare.pop()
-            if shared.state is not _ReadState.FAILED:
-                self._ranges.remove(shared)
-            return shared.buffer
-
-
-def _any_settled(found: Sequence[_SharedRun]) -> bool:
-    return any(one.is_settled() for one in found)
-
-
 class _SourceError(Exception):
     """Reading the source failed; ``__cause__`` is the error to report."""
 
@@ -253,9 +131,8 @@ class _SourceError(Exception):
 class TaskRunner:
     """Carries out the tasks of all workers.
 
-    Chunks that are read from a stored tier pass through a buffer of the target tier's pool, in ``pools``, or of another
-    tier's that reads the same chunks (``SharedReads``). They stay there until they are written, so that a slow tier
-    blocks no other.
+    Chunks that are read from a stored tier pass through a buffer of the target tier's pool, in ``pools``. They stay
+    there until they are written, so that a slow tier blocks no other.
 
     ``attempt`` returns the attempt of this process: a task that writes, deletes or decides raises FencedError where its
     tier has a record of a newer one.
@@ -272,7 +149,6 @@ class TaskRunner:
         self._stores = stores
         self._clock = clock
         self._pools = pools
-        self._shared = SharedReads(pools)
         self._attempt = attempt
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
         self._images_lock = threading.Lock()
@@ -380,9 +256,11 @@ class TaskRunner:
             task.writer.write_chunks(task.first, task.start, view)
             return 0.0
         began, paced = self._clock(), waited_s()
-        with self._shared.lend(task, lambda buffer: self._read(task, buffer)) as view:
+        length = task.end - task.start
+        with self._pools[task.tier].lend_view(frame_bytes_max(length)) as buffer:
+            self._read(task, buffer)
             read_s = self._clock() - began - (waited_s() - paced)
-            task.writer.write_chunks(task.first, task.start, view)
+            task.writer.write_chunks(task.first, task.start, buffer[:length])
         return read_s
 
     def _read(self, task: CopyRun, buffer: memoryview) -> None:
