@@ -22,7 +22,7 @@ from tierfall.core.capture.snapshot import (
     HostMemory,
     SaveGivenUp,
 )
-from tierfall.core.flush.commits import Commits, StartRecords
+from tierfall.core.flush.commits import GroupSeals, StartRecords, TierCommits
 from tierfall.core.flush.decisions import DamageReports, Decisions
 from tierfall.core.flush.deleter import DecidedLists, Deleter
 from tierfall.core.flush.drain import DrainSchedule
@@ -32,7 +32,7 @@ from tierfall.core.flush.facts import Ledger, LedgerEntry
 from tierfall.core.flush.flusher import CaptureEvents, Flusher, FlushQueue, TierRoom
 from tierfall.core.flush.lane import FlushLane, LaneLimits
 from tierfall.core.flush.memory import Admissions, LeftoverMemory, Superseder
-from tierfall.core.flush.messages import Messages, kind_of
+from tierfall.core.flush.messages import FoundDamage, Messages
 from tierfall.core.flush.tasks import (
     AbortShard,
     AddDecided,
@@ -64,7 +64,6 @@ from tierfall.core.ranks.message_tree import (
     DecisionAnnounced,
     MessagesGathered,
     MessageTree,
-    RankMessage,
     RankReported,
 )
 from tierfall.core.ranks.ranks import Ranks
@@ -203,7 +202,9 @@ class Coordinator:
         )
         self.backlog = Backlog(context)
         self.throttle = Throttle(context, backlog=self.backlog, set_pace=set_pace)
-        self.drain_schedule = DrainSchedule(context, lanes=self.lanes, throttle=self.throttle)
+        self.drain_schedule = DrainSchedule(
+            context, lanes=self.lanes, throttle=self.throttle, try_again=self.try_again
+        )
         self.flush_queue = FlushQueue(context, drain_schedule=self.drain_schedule)
         self._flusher = Flusher(
             context,
@@ -235,21 +236,23 @@ class Coordinator:
         self._captures = CaptureEvents(
             context, lanes=self.lanes, flusher=self._flusher, backlog=self.backlog
         )
-        self.commits = Commits(
+        self.copies = TierCommits(
             context,
-            tiers=lanes,
             flusher=self._flusher,
             deleter=self.deleter,
-            saves=self._captures,
-            drain_schedule=self.drain_schedule,
             on_committed=self._on_committed,
-            try_again=self.try_again,
+        )
+        self.seals = GroupSeals(
+            context,
+            tier_commits=self.copies,
+            saves=self._captures,
+            tiers=lanes,
             max_wait_s=max_wait_s,
         )
-        self.replicas = self.commits.replicas
+        self.replicas = self.seals.replicas
         self._decisions = Decisions(
             context,
-            copies=self.commits.copies,
+            copies=self.copies,
             lanes=self.lanes.values(),
             deleter=self.deleter,
             admissions=self._admissions,
@@ -261,17 +264,6 @@ class Coordinator:
         self._start_records = StartRecords(context, tiers=lanes)
         self.external_commits = ExternalCommits(context, on_commit=self._on_external_commit)
         self._damage_reports = DamageReports(context, tiers=lanes, deleter=self.deleter)
-        listening = (
-            self._decisions,
-            self.verifier,
-            self._damage_reports,
-            self.external_commits,
-            self.replicas,
-        )
-        self._listeners: dict[str, Callable[[RankMessage], None]] = {
-            kind: component.on_message for component in listening for kind in component.KINDS
-        }
-        """What receives messages of a kind; ``commits`` receives the others."""
 
     def _message_tree_of_one(self) -> MessageTree:
         ranks = Ranks.alone()
@@ -347,7 +339,8 @@ class Coordinator:
             self._flusher.drive(lane, now_s, begin=False)
         self.backlog.tick(now_s)
         self.throttle.adjust(now_s)
-        self.commits.tick(now_s)
+        self.copies.tick(now_s)
+        self.seals.tick(now_s)
         if self.fenced is None:
             self.deleter.retry(now_s)
             self._collect_unfinished()
@@ -392,16 +385,12 @@ class Coordinator:
 
     def _on_capture_sealed(self, event: CaptureSealed) -> None:
         if (entry := self._captures.on_sealed(event)) is not None:
-            self.commits.seals.contribute(entry)
+            self.seals.contribute(entry)
 
     def _on_save_given_up(self, event: SaveGivenUp) -> None:
         """A save ended before its capture began."""
         self.replicas.save_begun(event.id)
         self._messages.report_save_failed(event.id, event.error, event.outcome)
-
-    def _on_message(self, news: RankMessage) -> None:
-        """Pass a message of another rank to the component that it is for."""
-        self._listeners.get(kind_of(news), self.commits.on_message)(news)
 
     def _on_query(self, query: LedgerQuery) -> None:
         try:
@@ -437,10 +426,10 @@ class Coordinator:
             entry = active.entry
             self.emitter.flush_done(lane.tier, entry, lane.edge_bytes)
             if isinstance(done, Uploaded):
-                self.commits.copies.contribute(lane.tier, entry, done.files)
+                self.copies.contribute(lane.tier, entry, done.files)
             else:  # nobody else can have written a save of this start
                 files, found = files_of(done, entry.shard), entry.handle is None
-                self.commits.copies.contribute(lane.tier, entry, files, found=found)
+                self.copies.contribute(lane.tier, entry, files, found=found)
         elif lane.stalled is not None:
             self._flusher.stalled(lane, lane.stalled, self.ledger.now_s)
         elif isinstance(task, CopyRun) and outcome.error is None and lane.has_resumed():
@@ -483,28 +472,27 @@ class Coordinator:
         if tier == self.ledger.host:
             self._captures.on_damage_found(id, why)
         else:
-            self._messages.report_damage(tier, id, why, repairable=repairable)
+            self._messages.report(FoundDamage(text=why, repairable=repairable), id, tier)
 
     def try_again(self) -> None:
         """Try at once whatever waits for its next try: a tier may work again."""
         for lane in self.lanes.values():
             lane.not_before_s = min(lane.not_before_s, self.ledger.now_s)
-        self.commits.copies.try_now()
+        self.copies.try_now()
         self.deleter.try_now()
 
     def begin_drain(self, asker: object, until_s: float) -> tuple[DrainDecision, ...]:
         """Work towards a deadline on the clock of ``step``, until ``asker`` ends it; return the outlook."""
-        self.commits.begin_drain(asker, until_s)
-        return self.drain_schedule.plan
+        return self.drain_schedule.begin(asker, until_s)
 
     def share_deadline(self, left_s: float) -> None:
         """Let all ranks work towards a deadline that only this rank knows."""
-        self.commits.share_deadline(left_s)
+        self.drain_schedule.share(left_s)
 
     def end_saves(self, reached: CheckpointId) -> None:
         """Have all ranks give up the steps after ``reached`` of that attempt: no rank begins a save any more, and not
         all have begun these."""
-        self.commits.seals.end_saves(reached)
+        self.seals.end_saves(reached)
 
     def owe_to_all_tiers(self, id: CheckpointId) -> None:
         """Owe a checkpoint that this process saved to every tier that has no copy of it and has not set it aside or
@@ -516,7 +504,7 @@ class Coordinator:
         if entry.snapshot is None and not is_here:
             return
         has_copy = entry.states.keys() | entry.damage.keys() | entry.set_aside.keys()
-        given_up = {tier for tier in self.lanes if self.commits.copies.has_given_up(tier, id)}
+        given_up = {tier for tier in self.lanes if self.copies.has_given_up(tier, id)}
         entry.owed |= self.lanes.keys() - has_copy - given_up
 
     def set_when_idle(self, bell: InterruptibleEvent, *, copies_only: bool = False) -> None:
@@ -597,9 +585,9 @@ _EVENT_HANDLERS: dict[type[Any], Callable[[Coordinator, Any], None]] = {
     Command: lambda coordinator, event: coordinator._decisions.submit(event),
     LedgerQuery: Coordinator._on_query,
     Outcome: Coordinator._on_outcome,
-    MessagesGathered: Coordinator._on_message,
-    DecisionAnnounced: Coordinator._on_message,
-    RankReported: Coordinator._on_message,
+    MessagesGathered: lambda coordinator, news: coordinator._messages.on_message(news),
+    DecisionAnnounced: lambda coordinator, news: coordinator._messages.on_message(news),
+    RankReported: lambda coordinator, news: coordinator._messages.on_message(news),
 }
 
 _OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {
@@ -607,7 +595,7 @@ _OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {
     CopyRun: Coordinator._on_copy_outcome,
     FinishCopy: Coordinator._on_copy_outcome,
     AbortShard: Coordinator._on_copy_outcome,
-    CommitCopy: lambda coordinator, outcome: coordinator.commits.copies.on_outcome(outcome),
+    CommitCopy: lambda coordinator, outcome: coordinator.copies.on_outcome(outcome),
     DeleteCopy: Coordinator._on_deleted,
     AddDecided: lambda coordinator, outcome: coordinator._decisions.on_added(outcome),
     NoteDamage: lambda coordinator, outcome: coordinator._damage_reports.on_noted(outcome),

@@ -24,7 +24,7 @@ from tierfall.core.flush.emitter import Context
 from tierfall.core.flush.facts import LedgerEntry, without
 from tierfall.core.flush.lane import FlushLane
 from tierfall.core.flush.memory import Admissions
-from tierfall.core.flush.messages import DecidedEntries, FoundDamage, MessageKind
+from tierfall.core.flush.messages import DecidedEntries, FoundDamage, GivenUpCopy
 from tierfall.core.flush.tasks import (
     AddDecided,
     Command,
@@ -36,12 +36,6 @@ from tierfall.core.flush.tasks import (
 )
 from tierfall.core.flush.throttle import Backlog
 from tierfall.core.format.decided import Decided, DecidedList, Word
-from tierfall.core.ranks.message_tree import (
-    DecisionAnnounced,
-    RankMessage,
-    RankReported,
-)
-from tierfall.core.ranks.messages import CheckpointTopic
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import StepError, StorageFullError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -69,8 +63,6 @@ _OPPOSITES = {
 
 class Decisions:
     """What persons decide. ``unread`` are the tiers that could not be listed when the run was opened."""
-
-    KINDS = frozenset((MessageKind.DECIDED_FOUND, MessageKind.DECIDED))
 
     def __init__(
         self,
@@ -108,6 +100,9 @@ class Decisions:
         self._to_free: set[CheckpointId] = set()
         """Deleted checkpoints whose image in memory is still read or written."""
         self._conditions = Conditions()
+        context.messages.receive(
+            DecidedEntries, reported=self._on_found_elsewhere, announced=self._on_decided
+        )
 
     def start(self) -> None:
         """Carry out what was decided before this start, and read the lists again from time to time."""
@@ -278,8 +273,7 @@ class Decisions:
         """Have all ranks know what is decided; for rank 0."""
         self._apply(new)
         if self._ledger.many_ranks:
-            body = DecidedEntries(names=new.names)
-            self._messages.announce_of_run(MessageKind.DECIDED, body)
+            self._messages.announce(DecidedEntries(names=new.names))
 
     def on_found(self, tier: str, found: DecidedList) -> None:
         """The list of a tier that this rank owns was read."""
@@ -290,8 +284,7 @@ class Decisions:
             if self._group.decides:
                 self._decide(new)
             else:
-                body = DecidedEntries(names=new.names)
-                self._messages.report_of_run(MessageKind.DECIDED_FOUND, body)
+                self._messages.report(DecidedEntries(names=new.names))
         self._add_missing(tier)
 
     def _note_damage(self, tier: str, new: DecidedList) -> None:
@@ -303,14 +296,16 @@ class Decisions:
                 and entry.state(tier) is CopyState.COMMITTED
                 and new.is_damaged(id, entry.attempt_id)
             ):
-                self._messages.report_damage(tier, id, "another process has found it damaged")
+                why = "another process has found it damaged"
+                self._messages.report(FoundDamage(text=why), id, tier)
 
-    def on_message(self, news: RankMessage) -> None:
-        assert isinstance(news, RankReported | DecisionAnnounced)
-        rank = news.rank if isinstance(news, RankReported) else 0
-        names = DecidedEntries.from_json(news.body, rank=rank).names
-        if new := DecidedList.parse(names) - self._ledger.decided:
-            (self._decide if isinstance(news, RankReported) else self._apply)(new)
+    def _on_found_elsewhere(self, message: DecidedEntries, rank: int) -> None:
+        if new := DecidedList.parse(message.names) - self._ledger.decided:
+            self._decide(new)
+
+    def _on_decided(self, message: DecidedEntries) -> None:
+        if new := DecidedList.parse(message.names) - self._ledger.decided:
+            self._apply(new)
 
     def _apply(self, new: DecidedList) -> None:
         for entry in self._ledger.learn(new):
@@ -335,7 +330,7 @@ class Decisions:
             if lane.is_copying(entry.id):
                 lane.give_up(StepError(f"{entry.id} was {DELETED}"))
             if self._group.decides and lane.tier in owed:  # some ranks may have uploaded images
-                self._copies.give_up(lane.tier, entry.id, why)
+                self._copies.give_up(lane.tier, entry.id, GivenUpCopy(reason=why))
         self._to_free.add(entry.id)
 
     def _delete_partial(self) -> None:
@@ -435,8 +430,6 @@ def _frees_room(command: Command, error: BaseException) -> bool:
 class DamageReports:
     """What readers find damaged. ``tiers`` are those that copies are flushed to."""
 
-    KINDS = frozenset((MessageKind.DAMAGE_FOUND,))
-
     def __init__(
         self,
         context: Context,
@@ -450,23 +443,23 @@ class DamageReports:
         self._deleter = deleter
         self._messages = context.messages
         self._dispatch = context.dispatch
+        context.messages.receive(
+            FoundDamage, reported=self._on_found_elsewhere, announced=self._on_found
+        )
 
-    def on_message(self, news: RankMessage) -> None:
-        topic = CheckpointTopic.parse(news.topic)
-        entry = self._ledger.entries.get(topic.id)
-        if entry is None or entry.state(topic.tier) is not CopyState.COMMITTED:
+    def _on_found_elsewhere(
+        self, tier: str, id: CheckpointId, damage: FoundDamage, rank: int
+    ) -> None:
+        entry = self._ledger.entries.get(id)
+        if entry is not None and entry.state(tier) is CopyState.COMMITTED:
+            text = self._group.topology.name_rank(rank, damage.text)
+            self._messages.announce(replace(damage, text=text), id, tier)
+
+    def _on_found(self, tier: str, id: CheckpointId, damage: FoundDamage) -> None:
+        entry = self._ledger.entries.get(id)
+        if entry is None or entry.state(tier) is not CopyState.COMMITTED:
             return  # it is known, or the copy was deleted meanwhile
-        match news:
-            case RankReported():
-                damage = FoundDamage.from_json(news.body, rank=news.rank)
-                text = self._group.topology.name_rank(news.rank, damage.text)
-                body = replace(damage, text=text)
-                self._messages.announce(MessageKind.DAMAGE_FOUND, topic.id, topic.tier, body)
-            case DecisionAnnounced():
-                damage = FoundDamage.from_json(news.body, rank=0)
-                self._record(entry, topic.tier, damage.text, damage.repairable)
-
-    def _record(self, entry: LedgerEntry, tier: str, why: str, repairable: bool) -> None:
+        why, repairable = damage.text, damage.repairable
         repair = f"tierfall verify {entry.id} --tier {tier} --repair"
         cure = f" (once the training has ended, '{repair}' rewrites it from a good copy)"
         text = "%s: %s is damaged, and protects nothing: %s%s"

@@ -14,7 +14,7 @@ from itertools import islice
 
 from tierfall.core.flush.emitter import Context
 from tierfall.core.flush.facts import Ledger, LedgerEntry, entry_of
-from tierfall.core.flush.messages import DeletedCopy, MessageKind
+from tierfall.core.flush.messages import DeletedCopy, FoundDamage
 from tierfall.core.flush.tasks import DeleteCopy, NotWholeError, Outcome
 from tierfall.core.format.decided import Decided, DecidedList, Word
 from tierfall.core.format.records import Commit
@@ -479,7 +479,7 @@ class Deleter:
         if entry is not None and entry.state(task.tier) is CopyState.LEAVING:
             entry.note_kept(task.tier)
         for id, (text, has_record) in error.damaged.items():
-            self._messages.report_damage(task.tier, id, text, repairable=has_record)
+            self._messages.report(FoundDamage(text=text, repairable=has_record), id, task.tier)
         why = f"{task.id} is not deleted: {error}"
         if error.damaged:
             logger.warning("%s: %s", task.tier, why)
@@ -510,7 +510,7 @@ class Deleter:
         entry.note_gone(task.tier)
         if announces:
             body = DeletedCopy(reason=task.reason, next_latest=task.next_latest)
-            self._messages.announce_to_others(MessageKind.DELETE_COPY, task.id, task.tier, body)
+            self._messages.announce_to_others(body, task.id, task.tier)
         self._ledger.forget_if_gone(entry)
         return True
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable
 
 from tierfall.core.flush.emitter import Context
 from tierfall.core.flush.facts import LedgerEntry, entry_of
-from tierfall.core.flush.messages import ExternalCommit, MessageKind, kind_of
+from tierfall.core.flush.messages import ExternalCommit, ExternalCommitsEnd
 from tierfall.core.flush.tasks import Outcome, ReadCommit
 from tierfall.core.format.records import Commit, parse_commit
-from tierfall.core.ranks.message_tree import DecisionAnnounced, RankMessage
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import KeyNotFoundError
@@ -30,8 +29,6 @@ class ExternalCommits:
     ``_reading`` has, for each record being read, the newest checkpoint that was found when the read began.
     ``_searches`` are the searches in progress: the event that ends each, and whether it is the last.
     """
-
-    KINDS = frozenset((MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS))
 
     def __init__(
         self,
@@ -50,6 +47,8 @@ class ExternalCommits:
         self._newest: CheckpointId | None = None
         self._searches: list[tuple[InterruptibleEvent, bool]] = []
         self._conditions = Conditions()
+        context.messages.receive(ExternalCommit, announced=self._on_announced)
+        context.messages.receive(ExternalCommitsEnd, announced=self._on_end)
 
     def expect(self, id: CheckpointId, tier: str) -> None:
         """Expect a checkpoint that another process was asked to write to a tier. Calls are in the order of the
@@ -91,20 +90,19 @@ class ExternalCommits:
             )  # fmt: skip
         self._end_if_idle()
 
-    def on_message(self, news: RankMessage) -> None:
-        """Apply an announcement of rank 0: a commit record that it has found, or the end of its last search."""
-        assert isinstance(news, DecisionAnnounced)
-        if kind_of(news) == MessageKind.EXTERNAL_COMMIT:
-            message = ExternalCommit.from_json(news.body, rank=0)
-            what = f"{message.tier}: commit record that rank 0 has read"
-            commit = parse_commit(message.commit.encode(), what=what)
-            self._enter(commit, message.tier)
-            found = commit.lineage.checkpoint
-            left = {id: tier for id, tier in self._expected.items() if id > found}
-        else:
-            left = {}
+    def _on_announced(self, message: ExternalCommit) -> None:
+        """Apply a commit record that rank 0 has found."""
+        what = f"{message.tier}: commit record that rank 0 has read"
+        commit = parse_commit(message.commit.encode(), what=what)
+        self._enter(commit, message.tier)
         if not self._reads_records:
-            self._expected = left
+            found = commit.lineage.checkpoint
+            self._expected = {id: tier for id, tier in self._expected.items() if id > found}
+        self._end_if_idle()
+
+    def _on_end(self, message: ExternalCommitsEnd) -> None:
+        """Rank 0 has ended its last search."""
+        self._expected.clear()
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
@@ -115,7 +113,7 @@ class ExternalCommits:
             if self._expected:
                 logger.info("not written yet, and left to the next start: %s", [*self._expected])
             self._expected.clear()
-            self._messages.announce_of_run(MessageKind.NO_MORE_EXTERNAL_COMMITS)
+            self._messages.announce(ExternalCommitsEnd())
         self._notify(last=not self._expected)
 
     def _notify(self, *, last: bool) -> None:
@@ -131,7 +129,7 @@ class ExternalCommits:
         self._newest = task.id if self._newest is None else max(self._newest, task.id)
         self._read([id for id in self._expected if id < task.id])
         body = ExternalCommit(tier=task.tier, commit=commit.encode().decode())
-        self._messages.announce_of_run(MessageKind.EXTERNAL_COMMIT, body)
+        self._messages.announce(body)
 
     def _on_missing(self, task: ReadCommit, newest: CheckpointId | None) -> None:
         """A checkpoint has no record. ``newest`` had been found when the read began: if that is a later checkpoint, the

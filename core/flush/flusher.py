@@ -25,7 +25,16 @@ from tierfall.core.flush.drain import DrainSchedule, PreemptedError
 from tierfall.core.flush.emitter import Context, image_bytes_of
 from tierfall.core.flush.facts import CopyFailures, LedgerEntry, without
 from tierfall.core.flush.lane import TRIES_BEFORE_REPORT, FlushLane, Transfer
-from tierfall.core.flush.messages import MessageKind, Ordinal, Reason
+from tierfall.core.flush.messages import (
+    AdmittedCopy,
+    DeletedCopy,
+    FullTier,
+    GivenUpCopy,
+    NewerAttempt,
+    Ordinal,
+    StuckCopy,
+)
+from tierfall.core.flush.tasks import DeleteCopy
 from tierfall.core.flush.throttle import Backlog
 from tierfall.core.flush.verifier import BackgroundVerifier
 from tierfall.core.runtime.conditions import Conditions
@@ -131,7 +140,7 @@ class FlushQueue:
             return
         logger.log(level, "flush of %s to %s is given up: %s", entry.id, tier, reason)
         self._announced.add((tier, entry.id))
-        self._messages.report(MessageKind.GIVE_UP, entry.id, tier, Reason(text=reason))
+        self._messages.report(GivenUpCopy(reason=reason, by_rule=True), entry.id, tier)
 
     def give_up_on_this_rank(self, entry: LedgerEntry, tier: str, reason: str) -> None:
         """Give up a copy on this rank, as rank 0 announced."""
@@ -430,6 +439,11 @@ class Flusher:
         self.durable: dict[tuple[CheckpointId, str], None] = {}
         self._reported_failing: dict[str, CheckpointId] = {}
         self._conditions = Conditions()
+        receive = context.messages.receive
+        receive(AdmittedCopy, announced=self._on_admitted)
+        receive(DeletedCopy, announced=self._on_deleted_elsewhere)
+        receive(FullTier, reported=self._on_full_elsewhere)
+        receive(NewerAttempt, reported=self._on_fenced_elsewhere, announced=self._on_fenced)
 
     def drive(self, lane: FlushLane, now_s: float, *, begin: bool, has_news: bool = False) -> None:
         """Advance a lane; ``begin``: another copy may begin. ``has_news``: there may be room for it by now."""
@@ -485,7 +499,10 @@ class Flusher:
         self._emitter.flush_begun(lane.tier, entry, lane.edge_bytes, tries=lane.tries)
         lane.begin(entry, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
         if self._group.decides:
-            self._messages.announce_to_others(MessageKind.ADMITTED, entry.id, lane.tier)
+            self._messages.announce_to_others(AdmittedCopy(), entry.id, lane.tier)
+
+    def _on_admitted(self, tier: str, id: CheckpointId, message: AdmittedCopy) -> None:
+        self._ledger.admitted.setdefault(tier, {})[id] = None
 
     def _on_no_room(
         self, lane: FlushLane, entry: LedgerEntry, error: CapacityError, now_s: float
@@ -500,23 +517,46 @@ class Flusher:
         else:
             self._report_failing(lane.tier, entry, error)
 
-    def on_full_elsewhere(self, tier: str, entry: LedgerEntry, error: StorageFullError) -> None:
+    def _on_full_elsewhere(self, tier: str, id: CheckpointId, message: FullTier, rank: int) -> None:
         """Make room for a copy that another rank found none for; for rank 0."""
+        entry = self._ledger.entries.get(id)
+        if entry is None or tier not in entry.owed:
+            return
         lane = self._lanes[tier]
         own_is_full = lane.disk_full
+        error = StorageFullError(self._group.topology.name_rank(rank, message.reason))
         self._room.on_disk_full(lane, error)
         decision = self._room.try_admit(lane, entry)
         lane.disk_full = own_is_full and lane.disk_full
         if decision.error is not None:
-            self._messages.report_copy_failed(tier, entry.id, decision.error)
+            self._messages.report_copy_failed(tier, id, decision.error)
 
-    def on_room_elsewhere(self, tier: str) -> None:
-        """Rank 0 has deleted a copy from a tier, and the leaders of other nodes do so now: a copy that finds no room
+    def _on_deleted_elsewhere(self, tier: str, id: CheckpointId, message: DeletedCopy) -> None:
+        """Rank 0 deletes a copy: delete what this node has of it, if only its leader can. A copy that found no room
         there is tried for a time before a report."""
+        entry = self._ledger.entries.get(id)
+        if entry is None or self._group.decides:
+            return
         lane = self._lanes[tier]
         lane.room_tries = 1
         if lane.lacks_room:
             lane.not_before_s = min(lane.not_before_s, self._ledger.now_s + ROOM_S)
+        is_shared = self._group.is_shared(tier)
+        if entry.pinned and not is_shared:  # pinned meanwhile: this part stays
+            self._ledger.partial.add((tier, id))
+        if is_shared or entry.pinned or not self._ledger.owns(tier):
+            entry.note_gone(tier)
+            self._ledger.forget_if_gone(entry)
+            return
+        self._deleter.delete(
+            DeleteCopy(
+                tier=tier,
+                id=id,
+                reason=message.reason,
+                known=self._ledger.decided,
+                next_latest=message.next_latest,
+            )
+        )
 
     def _on_disk_full(self, lane: FlushLane, entry: LedgerEntry, error: StorageFullError) -> None:
         """A copy of a rank other than 0 found no space: have rank 0 make room, unless it may have done so just now."""
@@ -531,7 +571,7 @@ class Flusher:
                 "flush of %s to %s found no space, rank 0 is asked to make some: %s",
                 entry.id, lane.tier, error,
             )  # fmt: skip
-            self._messages.report(MessageKind.FULL, entry.id, lane.tier, Reason(text=str(error)))
+            self._messages.report(FullTier(reason=str(error)), entry.id, lane.tier)
         lane.not_before_s = self._ledger.now_s + wait_s
 
     def _report_failing(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
@@ -540,7 +580,8 @@ class Flusher:
         is_news = last != entry.id or tier not in self._ledger.failing
         self.mark_failing(tier, error)
         if is_news:
-            self._messages.report(MessageKind.STUCK, entry.id, tier, Reason(text=str(error)))
+            stuck = StuckCopy(rank=self._group.topology.rank, reason=str(error))
+            self._messages.report(stuck, entry.id, tier)
 
     def mark_failing(self, tier: str, error: BaseException) -> None:
         """A tier does not accept copies at present, of this rank or another: every handle that waits for it reports
@@ -691,7 +732,7 @@ class Flusher:
             f"accepts others: {cause}. Fix what prevents it from being written there: the next start tries it again"
         )
         error.__cause__ = cause
-        self._messages.report_set_aside(tier, entry.id, error)
+        self._messages.report_copy_failed(tier, entry.id, error, set_aside=True)
 
     def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Stop trying a copy in this start. Commit records of later ones say that it is still owed."""
@@ -747,7 +788,14 @@ class Flusher:
         """Stop writing, on all ranks, if a task failed because its tier has a record of a newer attempt."""
         if isinstance(error, FencedError):
             self.fence(error)
-            self._messages.report_of_run(MessageKind.FENCED, Reason(text=str(error)))
+            self._messages.report(NewerAttempt(text=str(error)))
+
+    def _on_fenced_elsewhere(self, message: NewerAttempt, rank: int) -> None:
+        text = self._group.topology.name_rank(rank, message.text)
+        self._messages.announce(NewerAttempt(text=text))
+
+    def _on_fenced(self, message: NewerAttempt) -> None:
+        self.fence(FencedError(message.text))
 
     def fence(self, error: FencedError) -> None:
         """A newer attempt exists: this process writes nothing more."""
@@ -854,7 +902,7 @@ class CaptureEvents:
         if (lost := self._ledger.lost_saves.get(entry.id)) is not None:
             self.give_up(entry, *lost)
             # this rank's lineage counts that save, others' may not
-            self._messages.report_of_run(MessageKind.ORDINAL, Ordinal(ordinal=entry.ordinal))
+            self._messages.report(Ordinal(ordinal=entry.ordinal))
 
     def on_advanced(self, event: CaptureAdvanced) -> None:
         if entry := self._ledger.entries.get(event.id):

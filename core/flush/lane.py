@@ -15,6 +15,7 @@ from enum import StrEnum
 from tierfall.core.copies.image_writes import ImageUpload
 from tierfall.core.flush.emitter import Context
 from tierfall.core.flush.facts import LedgerEntry
+from tierfall.core.flush.messages import FoundDamage
 from tierfall.core.flush.tasks import (
     AbortShard,
     CopyRun,
@@ -325,7 +326,7 @@ class FlushLane:
         self._sources.exclude(id, source.tier)
         is_gone = isinstance(error, KeyNotFoundError)
         if damages and not is_gone and source.region is None:
-            self._messages.report_damage(source.tier, id, str(error))
+            self._messages.report(FoundDamage(text=str(error)), id, source.tier)
         if self._source(transfer.entry) is not None:
             return True
         if not damages:
