@@ -66,7 +66,7 @@ LINES = {
     ("core/state", "core/tensors"): 3_639,
     ("core/image",): 2_314,
     ("core/runtime",): 2_214,
-    ("core/ranks",): 2_279,
+    ("core/ranks",): 2_167,
     ("core/capture", "core/sampling"): 3_902,
     ("core/restore", "core/load", "core/copies"): 7_219,
     ("core/compression",): 373,
