@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tierfall.core.flush.deleter import Deleter
-from tierfall.core.flush.emitter import Context, image_bytes_of
+from tierfall.core.flush.emitter import Component, Context, image_bytes_of
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.flusher import CaptureEvents, Flusher
 from tierfall.core.flush.messages import (
@@ -85,7 +85,7 @@ class _PendingRecord:
     tries: int = 0
 
 
-class TierCommits:
+class TierCommits(Component):
     """Copies on tiers, from the uploads of the ranks to the commit record; see the module."""
 
     def __init__(
@@ -97,11 +97,7 @@ class TierCommits:
         on_committed: Callable[[str, LedgerEntry], None],
     ) -> None:
         """``on_committed`` is called with the tier and the checkpoint, after the ledger has it."""
-        self._ledger = context.ledger
-        self._group = context.group
-        self._messages = context.messages
-        self._dispatch = context.dispatch
-        self._wake_at = context.wake_at
+        super().__init__(context)
         self._flusher = flusher
         self._deleter = deleter
         self._on_committed = on_committed
@@ -155,7 +151,7 @@ class TierCommits:
             return  # applied when this rank saves the checkpoint
         self._delete_files(entry, tier, str(error), complete=message.complete)
         if message.by_rule:
-            self._flusher.queue.give_up_on_this_rank(entry, tier, message.reason)
+            self._flusher.give_up_by_rule(entry, tier, message.reason)
             self._flusher.stop_copy(entry, tier, error)
         elif message.set_aside and tier in entry.owed:
             self._flusher.set_aside(entry, tier, error)
@@ -440,7 +436,7 @@ class _RankWait:
     flushed: bool = False
 
 
-class GroupSeals:
+class GroupSeals(Component):
     """Saves, from the images of the ranks to one checkpoint in memory; see the module.
 
     An image that is to be compared is sealed only once the comparison is done: no later start could repeat it. A rank
@@ -456,9 +452,7 @@ class GroupSeals:
         tiers: Iterable[str],
         max_wait_s: float,
     ) -> None:
-        self._messages = context.messages
-        self._ledger = context.ledger
-        self._wake_at = context.wake_at
+        super().__init__(context)
         self._tier_commits = tier_commits
         self._saves = saves
         self._tiers = tuple(tiers)
@@ -650,7 +644,7 @@ class GroupSeals:
         return reached is not None and id.attempt == reached.attempt and id.step > reached.step
 
 
-class StartRecords:
+class StartRecords(Component):
     """Records of where this attempt began, on tiers that hold abandoned checkpoints and none of this attempt yet.
 
     A tier that receives few checkpoints may receive none of the new lineage before the tiers that have some are lost.
@@ -658,8 +652,7 @@ class StartRecords:
     """
 
     def __init__(self, context: Context, *, tiers: Iterable[str]) -> None:
-        self._ledger = context.ledger
-        self._dispatch = context.dispatch
+        super().__init__(context)
         self._tiers = frozenset(tiers)
         self._recorded: set[tuple[str, int]] = set()
         self._conditions = Conditions()

@@ -29,9 +29,9 @@ from tierfall.core.flush.drain import DrainSchedule
 from tierfall.core.flush.emitter import Context, EventEmitter
 from tierfall.core.flush.external_commits import ExternalCommits
 from tierfall.core.flush.facts import Ledger, LedgerEntry
-from tierfall.core.flush.flusher import CaptureEvents, Flusher, FlushQueue, TierRoom
+from tierfall.core.flush.flusher import CaptureEvents, Flusher
 from tierfall.core.flush.lane import FlushLane, LaneLimits
-from tierfall.core.flush.memory import Admissions, LeftoverMemory, Superseder
+from tierfall.core.flush.memory import Admissions, LeftoverMemory
 from tierfall.core.flush.messages import FoundDamage, Messages
 from tierfall.core.flush.tasks import (
     AbortShard,
@@ -205,19 +205,12 @@ class Coordinator:
         self.drain_schedule = DrainSchedule(
             context, lanes=self.lanes, throttle=self.throttle, try_again=self.try_again
         )
-        self.flush_queue = FlushQueue(context, drain_schedule=self.drain_schedule)
         self._flusher = Flusher(
             context,
             lanes=self.lanes,
             deleter=self.deleter,
-            queue=self.flush_queue,
-            room=TierRoom(
-                context,
-                lanes=self.lanes,
-                deleter=self.deleter,
-                verifier=self.verifier,
-                queue=self.flush_queue,
-            ),
+            verifier=self.verifier,
+            drain_schedule=self.drain_schedule,
             backlog=self.backlog,
             max_wait_s=max_wait_s,
         )
@@ -227,7 +220,7 @@ class Coordinator:
             context,
             host=host,
             flusher=self._flusher,
-            superseder=Superseder(context, lanes=self.lanes),
+            lanes=self.lanes,
             backlog=self.backlog,
             leftovers=leftovers,
             when_full=when_full,

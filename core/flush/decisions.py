@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from tierfall.core.flush.commits import TierCommits
 from tierfall.core.flush.deleter import DELETED, DecidedLists, Deleter
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.facts import LedgerEntry, without
 from tierfall.core.flush.lane import FlushLane
 from tierfall.core.flush.memory import Admissions
@@ -61,7 +61,7 @@ _OPPOSITES = {
 }
 
 
-class Decisions:
+class Decisions(Component):
     """What persons decide. ``unread`` are the tiers that could not be listed when the run was opened."""
 
     def __init__(
@@ -78,11 +78,7 @@ class Decisions:
         unread: Iterable[str],
     ) -> None:
         """``owned`` are the tiers whose lists this rank reads and adds to."""
-        self._messages = context.messages
-        self._ledger = context.ledger
-        self._group = context.group
-        self._dispatch = context.dispatch
-        self._wake_at = context.wake_at
+        super().__init__(context)
         self._copies = copies
         self._lanes = list(lanes)
         self._deleter = deleter
@@ -427,7 +423,7 @@ def _frees_room(command: Command, error: BaseException) -> bool:
     return command.kind is CommandKind.DELETE and isinstance(error, StorageFullError)
 
 
-class DamageReports:
+class DamageReports(Component):
     """What readers find damaged. ``tiers`` are those that copies are flushed to."""
 
     def __init__(
@@ -437,12 +433,9 @@ class DamageReports:
         tiers: Iterable[str],
         deleter: Deleter,
     ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
+        super().__init__(context)
         self._tiers = frozenset(tiers)
         self._deleter = deleter
-        self._messages = context.messages
-        self._dispatch = context.dispatch
         context.messages.receive(
             FoundDamage, reported=self._on_found_elsewhere, announced=self._on_found
         )

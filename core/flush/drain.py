@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.lane import FlushLane
 from tierfall.core.flush.messages import DrainDeadline
@@ -30,7 +30,7 @@ class PreemptedError(FlushError):
     """A copy was aborted in favour of one that can still arrive before the deadline. It is still owed."""
 
 
-class DrainSchedule:
+class DrainSchedule(Component):
     """See the module. With several drains at once the earliest deadline counts. A drain is not throttled."""
 
     def __init__(
@@ -42,13 +42,11 @@ class DrainSchedule:
         try_again: Callable[[], None],
     ) -> None:
         """``try_again`` has all that waits for its next try tried at once."""
-        self._ledger = context.ledger
-        self._decides = context.group.decides
-        self._wake_at = context.wake_at
+        super().__init__(context)
+        self._decides = self._group.decides
         self._lanes = lanes
         self._throttle = throttle
         self._try_again = try_again
-        self._messages = context.messages
         self.plan: tuple[DrainDecision, ...] = ()
         self._until_s = context.ledger.deadlines
         self._planned_at_s = 0.0

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tierfall.core.flush.facts import Group, Ledger, LedgerEntry
+from tierfall.core.flush.facts import Ledger, LedgerEntry
 from tierfall.core.flush.messages import Messages
 from tierfall.core.flush.tasks import DeleteCopy, Task
 from tierfall.core.types import events
@@ -232,6 +232,14 @@ class Context:
     dispatch: Callable[[Task], None]
     wake_at: Callable[[float], None]
 
-    @property
-    def group(self) -> Group:
-        return self.ledger.group
+
+class Component:
+    """A component of the coordinator, with what all of them work with."""
+
+    def __init__(self, context: Context) -> None:
+        self._ledger = context.ledger
+        self._group = context.ledger.group
+        self._messages = context.messages
+        self._emitter = context.emitter
+        self._dispatch = context.dispatch
+        self._wake_at = context.wake_at

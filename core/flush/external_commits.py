@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.facts import LedgerEntry, entry_of
 from tierfall.core.flush.messages import ExternalCommit, ExternalCommitsEnd
 from tierfall.core.flush.tasks import Outcome, ReadCommit
@@ -23,7 +23,7 @@ from tierfall.core.types.values import CheckpointId, CopyState
 logger = logging.getLogger("tierfall")
 
 
-class ExternalCommits:
+class ExternalCommits(Component):
     """See the module. ``_expected`` has the tier of each checkpoint whose record is not found yet.
 
     ``_reading`` has, for each record being read, the newest checkpoint that was found when the read began.
@@ -37,11 +37,9 @@ class ExternalCommits:
         on_commit: Callable[[str, LedgerEntry], None],
     ) -> None:
         """``on_commit`` is called with a checkpoint that is now in the ledger, and its tier."""
-        self._ledger = context.ledger
-        self._messages = context.messages
-        self._dispatch = context.dispatch
+        super().__init__(context)
         self._on_commit = on_commit
-        self._reads_records = context.group.decides
+        self._reads_records = self._group.decides
         self._expected: dict[CheckpointId, str] = {}
         self._reading: dict[CheckpointId, CheckpointId | None] = {}
         self._newest: CheckpointId | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
@@ -22,7 +22,7 @@ from tierfall.core.capture.snapshot import (
 )
 from tierfall.core.flush.deleter import Deleter
 from tierfall.core.flush.drain import DrainSchedule, PreemptedError
-from tierfall.core.flush.emitter import Context, image_bytes_of
+from tierfall.core.flush.emitter import Component, Context, image_bytes_of
 from tierfall.core.flush.facts import CopyFailures, LedgerEntry, without
 from tierfall.core.flush.lane import TRIES_BEFORE_REPORT, FlushLane, Transfer
 from tierfall.core.flush.messages import (
@@ -56,117 +56,6 @@ from tierfall.policies.flush import plan_flush
 logger = logging.getLogger("tierfall")
 
 
-class FlushQueue:
-    """The copies that each tier is owed, in their order."""
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        drain_schedule: DrainSchedule,
-    ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
-        self._drain_schedule = drain_schedule
-        self._messages = context.messages
-        self._emitter = context.emitter
-        self._in_order = {rules.name for rules in context.ledger.rules if rules.in_order}
-        self._announced: set[tuple[str, CheckpointId]] = set()
-
-    def waiting(self, tier: str) -> Iterator[LedgerEntry]:
-        """Yield the copies that a tier is owed and that this rank may begin, in their order."""
-        owing = (e for e in self._ledger.open() if tier in e.owed and tier not in e.uploaded_to)
-        waiting = sorted(owing, key=lambda entry: entry.age_order)
-        if not self._group.decides:
-            admitted = list(self._ledger.admitted.get(tier, ()))
-            yield from sorted(
-                (entry for entry in waiting if entry.id in admitted),
-                key=lambda entry: admitted.index(entry.id),
-            )
-        elif self._drain_schedule.active:
-            yield from self._drain_schedule.in_order(tier, waiting)
-        elif tier in self._in_order or not waiting:
-            yield from waiting
-        else:
-            yield from self._planned(tier, {entry.id: entry for entry in waiting})
-
-    def _planned(self, tier: str, waiting: dict[object, LedgerEntry]) -> Iterator[LedgerEntry]:
-        planned = []
-        for decision in plan_flush(self._ledger.view(), tier):
-            entry = waiting.pop(decision.checkpoint, None)
-            if entry is None:
-                continue
-            if decision.verdict is Verdict.DROP:
-                self.give_up(entry, tier, decision.reason)
-            else:
-                planned.append(entry)
-        # files of a failed attempt occupy room, and the next attempt overwrites them
-        begun = [entry for entry in planned if (tier, entry.id) in self._ledger.unfinished]
-        yield from begun
-        yield from (entry for entry in planned if entry not in begun)
-        yield from waiting.values()  # abandoned ones
-
-    def displaces_newer(self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool) -> bool:
-        """Return whether newer copies are on the tier, and this one needs the room of one, or does not fit. Copies that
-        a person has deleted count as free room. False for a pinned one, and where copies are made in order."""
-        draining = self._drain_schedule.active
-        is_in_order = tier in self._in_order and not draining and tier not in entry.overtaken
-        if entry.pinned or is_in_order:
-            return False
-        abandoned = self._ledger.abandoned()
-        is_late = any(
-            e.id > entry.id and e.id not in abandoned and not e.deleted
-            for e in self._ledger.entries.values()
-            if e.readable_on(tier)
-        )
-        evicts_newer = any(
-            d.checkpoint > entry.id and d.checkpoint not in abandoned
-            for d in plan.deletions
-            if self._ledger.entries[d.checkpoint].readable_on(tier)
-        )
-        missing = plan.missing_bytes - self._deleted_bytes(tier)
-        return is_late and (evicts_newer or (missing > 0 and not fits))
-
-    def _deleted_bytes(self, tier: str) -> int:
-        """Return the bytes of copies on a tier that a person has deleted."""
-        doomed = (e for e in self._ledger.entries.values() if e.deleted)
-        return sum(e.bytes.get(tier, 0) for e in doomed if e.readable_on(tier))
-
-    def give_up(
-        self, entry: LedgerEntry, tier: str, reason: str, *, level: int = logging.INFO
-    ) -> None:
-        """Give up a copy by a configured rule, on all ranks. The save's handle reports it; it is no failure."""
-        if (tier, entry.id) in self._announced:
-            return
-        logger.log(level, "flush of %s to %s is given up: %s", entry.id, tier, reason)
-        self._announced.add((tier, entry.id))
-        self._messages.report(GivenUpCopy(reason=reason, by_rule=True), entry.id, tier)
-
-    def give_up_on_this_rank(self, entry: LedgerEntry, tier: str, reason: str) -> None:
-        """Give up a copy on this rank, as rank 0 announced."""
-        self._announced.discard((tier, entry.id))
-        if tier not in entry.owed:
-            return
-        error = entry.given_up(f"{tier}: {reason}")
-        self._emitter.flush_given_up(tier, entry.id, error)
-        entry.give_up([tier], error)
-        self._ledger.forget_if_gone(entry)
-
-
-FITTING_UNTIL_ROOM = 3
-"""A disk has room again once so many copies in a row were written without a deletion: images differ in size."""
-
-
-@dataclass(slots=True)
-class FullDisk:
-    """A tier's disk, from the first write that found no space until it has room again. ``error`` is of the last such
-    write, ``deleted`` are copies deleted for room, ``fitting`` counts later copies without deletion."""
-
-    error: StorageFullError
-    deleted: list[CheckpointId] = field(default_factory=list)
-    fitting: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class RoomDecision:
     """Whether a copy may begin now. If not: ``error`` says that no room can be made, ``never`` that none ever can;
@@ -180,225 +69,6 @@ class RoomDecision:
 ADMIT, WAIT = RoomDecision(True), RoomDecision(False)
 
 
-class TierRoom:
-    """Room on a stored tier for the next copy: what is evicted or given up for it, and when a copy has to wait. The
-    policies decide, on rank 0 for all ranks, and the deleter dispatches evictions as tasks."""
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        lanes: Mapping[str, FlushLane],
-        deleter: Deleter,
-        verifier: BackgroundVerifier,
-        queue: FlushQueue,
-    ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
-        self._lanes = lanes
-        self._deleter = deleter
-        self._verifier = verifier
-        self._queue = queue
-        self._full: dict[str, FullDisk] = {}
-
-    def on_disk_full(self, lane: FlushLane, error: StorageFullError) -> None:
-        """A copy to a tier found no space on its disk."""
-        lane.disk_full = True
-        full = self._full.setdefault(lane.tier, FullDisk(error))
-        full.error, full.fitting = error, -1  # that copy needed a deletion: it does not count
-
-    def on_committed(self, tier: str) -> None:
-        """A copy was committed on a tier: log that its disk has room again, where that is so."""
-        if tier not in self._full:
-            return
-        self._full[tier].fitting += 1
-        if self._full[tier].fitting == FITTING_UNTIL_ROOM and (
-            deleted := self._full.pop(tier).deleted
-        ):
-            logger.warning(
-                "tier %s is not full any more: the last %d checkpoints needed no deletion. Deleted before: %s",
-                tier, FITTING_UNTIL_ROOM, format_some([str(id) for id in deleted]),
-            )  # fmt: skip
-
-    def try_admit(self, lane: FlushLane, entry: LedgerEntry) -> RoomDecision:
-        """Decide whether a copy may begin; start the evictions that it needs."""
-        if self._ledger.restoring or self._deleter.is_deleting(lane.tier):
-            return WAIT
-        rules = self._ledger.rules_of(lane.tier)
-        capacity = rules.capacity_bytes
-        need, free = self._need_and_free(lane, entry, capacity)
-        if capacity is not None and need > capacity:
-            return RoomDecision(False, _outgrown(lane.tier, entry, need, capacity), never=True)
-        if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
-            return ADMIT
-        view = self._ledger.view()
-        if free < need and not self._ledger.many_ranks and self._collect_unfinished(lane, entry):
-            return WAIT
-        plan = self._plan(view, lane, need=need, free=free)
-        if self._gives_way(view, plan, lane, entry, need, free):
-            return WAIT
-        return self._apply(plan, lane, entry, need=need, free=free)
-
-    def _plan(self, view: View, lane: FlushLane, *, need: int, free: int) -> Eviction:
-        """Return what is evicted for a copy, damaged copies first."""
-        damaged = self._damaged_for_room(view, lane, need - free)
-        plan = plan_eviction(
-            view, lane.tier, need_bytes=need, free_bytes=free + sum(d.bytes for d in damaged)
-        )
-        plan = replace(plan, deletions=(*damaged, *plan.deletions))
-        if lane.disk_full and plan.deletions:
-            # a full disk does not say how much is missing: evict one copy, then try again
-            return Eviction(deletions=plan.deletions[:1], missing_bytes=0)
-        return plan
-
-    def _gives_way(
-        self, view: View, plan: Eviction, lane: FlushLane, entry: LedgerEntry, need: int, free: int
-    ) -> bool:
-        """Return whether newer copies on the tier leave this one no room. It is given up then, or waits if older ones
-        may be evicted for it once a copy there is verified."""
-        displaces_newer = partial(self._queue.displaces_newer, lane.tier, entry, fits=free >= need)
-        if not displaces_newer(plan):
-            return False
-        best = self._plan(replace(view, assume_verified=True), lane, need=need, free=free)
-        if displaces_newer(best) or not self._verifier.hasten(lane.tier):
-            reason = "newer ones came first, and there is no room beside them"
-            self._queue.give_up(entry, lane.tier, reason)
-        return True
-
-    def _damaged_for_room(self, view: View, lane: FlushLane, short_bytes: int) -> list[Decision]:
-        """Return the damaged copies to evict where ``short_bytes`` are missing, before any good copy."""
-        chosen: list[Decision] = []
-        for decision in self._deleter.damaged_for_room(view, lane.tier)[0]:
-            if short_bytes <= 0:
-                break
-            chosen.append(decision)
-            short_bytes -= decision.bytes
-        return chosen
-
-    def _apply(
-        self, plan: Eviction, lane: FlushLane, entry: LedgerEntry, *, need: int, free: int
-    ) -> RoomDecision:
-        """Carry out an eviction plan. A copy that fits begins at once; evictions that only restore the low watermark
-        run meanwhile."""
-        fits = free >= need
-        if self._deleter.rules_are_suspended and plan.deletions:
-            # nothing is evicted before it is known which copies are good
-            return ADMIT if fits else WAIT
-        if plan.deletions and plan.missing_bytes == 0:
-            return ADMIT if not self._evict(plan, lane) and fits else WAIT
-        if fits:
-            return ADMIT  # above the high watermark, and nothing more may be evicted
-        # after verification others may be evicted
-        if self._verifier.hasten(lane.tier) or self._relieve(lane, plan.missing_bytes):
-            return WAIT
-        return RoomDecision(False, self._no_room(lane, entry, need, max(free, 0)))
-
-    def _evict(self, plan: Eviction, lane: FlushLane) -> bool:
-        """Start the evictions; return False where they have to wait."""
-        ids = [decision.checkpoint for decision in plan.deletions]
-        if not self._deleter.rules_may_delete(lane.tier):
-            return False
-        for decision in plan.deletions:
-            begun = self._deleter.request_delete(
-                lane.tier, decision.checkpoint, decision.reason, beside=ids
-            )
-            if begun and lane.disk_full:
-                self._log_deleted_for_disk(lane.tier, decision)
-        lane.disk_full = False
-        return True
-
-    def _log_deleted_for_disk(self, tier: str, decision: Decision) -> None:
-        """Log the first copy that is deleted because a disk is full, and which ones are kept."""
-        full = self._full[tier]
-        full.deleted.append(decision.checkpoint)
-        if len(full.deleted) > 1:
-            return
-        entries = self._ledger.entries
-        kept = [str(e.id) for e in entries.newest_first() if e.state(tier) is CopyState.COMMITTED]
-        logger.warning(
-            "tier %s is full, and deletes older checkpoints for each new one. Deleted: %s (%s). Kept: %s. Later "
-            "deletions are logged at level INFO. Free space there, keep fewer checkpoints (retain), or use a larger "
-            "disk. The write that failed: %s",
-            tier, decision.checkpoint, decision.reason, format_some(kept) or "none", full.error,
-        )  # fmt: skip
-
-    def _need_and_free(
-        self, lane: FlushLane, entry: LedgerEntry, capacity: int | None
-    ) -> tuple[int, int]:
-        """Return the bytes that a copy of all ranks is expected to occupy, and those available to it."""
-        need = self._expected_bytes(lane.tier, entry)
-        free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
-        free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is overwritten
-        if lane.disk_full:
-            free = min(free, 0)
-        if free >= need and capacity is not None:
-            # a deletion that failed counts as done
-            free += self._ledger.bytes_being_deleted(lane.tier)
-        return need, free
-
-    def _expected_bytes(self, tier: str, entry: LedgerEntry) -> int:
-        """Return the bytes that a copy is expected to occupy: on a tier that compresses, scaled by the ratio of the
-        newest copy there; before there is one, those of its images."""
-        raw_bytes, entries = self._raw_bytes(tier, entry), self._ledger.entries
-        newest_first = entries.newest_first()
-        newest = next((e for e in newest_first if e.state(tier) is CopyState.COMMITTED), None)
-        if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
-            return raw_bytes
-        # peer memory here may keep images of other ranks alone
-        newest_raw_bytes = self._raw_bytes(tier, newest) or newest_bytes
-        return min(raw_bytes, -(-raw_bytes * newest_bytes // newest_raw_bytes))
-
-    def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
-        """Return the bytes of all images of a checkpoint that this rank sees on a tier."""
-        return image_bytes_of(entry) * len(self._group.ranks_on(tier))
-
-    def _collect_unfinished(self, lane: FlushLane, entry: LedgerEntry) -> bool:
-        """Delete what failed attempts left of other checkpoints; return whether any deletion began. Else a later copy
-        waits for this one, and this one for the room of its files."""
-        unfinished = [id for tier, id in self._ledger.unfinished if tier == lane.tier]
-        why = "it was left unfinished, and room is needed"
-        others = [id for id in unfinished if id != entry.id]
-        return any([self._deleter.collect_unfinished(lane.tier, id, why) for id in others])
-
-    def _relieve(self, lane: FlushLane, missing_bytes: int) -> bool:
-        """Give up what slower tiers are owed of one checkpoint, where their rules permit it and that makes room."""
-        entries = self._ledger.entries
-        settling = {e.id for e in self._ledger.open() if e.commit_unknown_on or e.uploaded_to}
-        settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
-        view = self._ledger.view(settling=settling)
-        decisions = plan_relief(view, lane.tier, missing_bytes=missing_bytes)
-        for decision in decisions:
-            entry, reason = entries[decision.checkpoint], decision.reason
-            self._queue.give_up(entry, decision.tier, reason, level=logging.WARNING)
-        return bool(decisions)
-
-    def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
-        then = f"it is tried again when room is made, and every {self._ledger.longest_wait_s:g} s"
-        if self._ledger.many_ranks:
-            then = "all ranks give it up there"
-        found = f"there is room for {format_size(free)}"
-        if lane.disk_full:
-            found = f"the disk is full ({self._full[lane.tier].error})"
-        _, damaged = self._deleter.damaged_for_room(self._ledger.view(), lane.tier)
-        kept = ""
-        if damaged:
-            named = format_some([str(id) for id in damaged])
-            kept = f" Damaged, and not deleted without a command: {named}."
-        return CapacityError(
-            f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "
-            f"deleted there; {then}.{kept} Raise the capacity, keep fewer checkpoints (retain), unpin some, free "
-            "the disk, or remove one ('tierfall rm ID')"
-        )
-
-
-def _outgrown(tier: str, entry: LedgerEntry, need: int, capacity: int) -> CapacityError:
-    return CapacityError(
-        f"flush of {entry.id} to {tier}: it takes {format_size(need)} ({need} bytes) there, and the tier's capacity is "
-        f"{format_size(capacity)} ({capacity} bytes): it is left out. Raise the capacity, or take the tier out of the "
-        "chain"
-    )
-
-
 ARRIVALS_BEFORE_SET_ASIDE = 8
 """A copy with retryable failures is set aside once so many of them each followed another's commit."""
 ROOM_S = 1.0
@@ -409,7 +79,7 @@ OLDER_OWED_MAX = 64
 DURABLE_REMEMBERED = 1024
 
 
-class Flusher:
+class Flusher(Component):
     """Which copy each lane begins next, and what follows when one is committed, stalls or fails. ``errors`` are
     reported at close; ``durable`` holds the last committed copies (checkpoint, tier), oldest first."""
 
@@ -419,25 +89,26 @@ class Flusher:
         *,
         lanes: Mapping[str, FlushLane],
         deleter: Deleter,
-        queue: FlushQueue,
-        room: TierRoom,
+        verifier: BackgroundVerifier,
+        drain_schedule: DrainSchedule,
         backlog: Backlog,
         max_wait_s: float,
     ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
+        super().__init__(context)
         self._lanes = lanes
         self._deleter = deleter
-        self.queue = queue
-        self._room = room
+        self._verifier = verifier
+        self._drain_schedule = drain_schedule
         self._backlog = backlog
-        self._messages = context.messages
-        self._emitter = context.emitter
-        self._wake_at = context.wake_at
         self._max_wait_s = {r.name: r.max_wait_s or max_wait_s for r in context.ledger.rules}
         self.errors: list[BaseException] = []
         self.durable: dict[tuple[CheckpointId, str], None] = {}
         self._reported_failing: dict[str, CheckpointId] = {}
+        self._in_order = {rules.name for rules in context.ledger.rules if rules.in_order}
+        self._announced: set[tuple[str, CheckpointId]] = set()
+        """The copies that were given up by a rule."""
+        self._full: dict[str, StorageFullError] = {}
+        """The last write to each tier that found no space on its disk."""
         self._conditions = Conditions()
         receive = context.messages.receive
         receive(AdmittedCopy, announced=self._on_admitted)
@@ -466,11 +137,11 @@ class Flusher:
             self._on_copy_failed(lane, transfer, now_s)
 
     def _begin_next(self, lane: FlushLane, now_s: float) -> None:
-        waiting = sorted(self.queue.waiting(lane.tier), key=lane.rounds_failed)
+        waiting = sorted(self._waiting(lane.tier), key=lane.rounds_failed)
         abandoned = self._ledger.abandoned() if waiting else ()
         for entry in waiting:
             if entry.id in abandoned:
-                self.queue.give_up(entry, lane.tier, "it is abandoned")
+                self._give_up_by_rule(entry, lane.tier, "it is abandoned")
             elif lane.has_no_source(entry):
                 error = FlushError(
                     f"flush of {entry.id} to {lane.tier}: no tier has a good copy of it any more"
@@ -482,7 +153,7 @@ class Flusher:
                     self._begin(lane, entry)  # rank 0 has made room already
                 return
             else:
-                decision = self._room.try_admit(lane, entry)
+                decision = self._try_admit(lane, entry)
                 if decision.admitted:
                     lane.lacks_room = False
                     lane.not_before_s = min(lane.not_before_s, now_s)
@@ -525,8 +196,8 @@ class Flusher:
         lane = self._lanes[tier]
         own_is_full = lane.disk_full
         error = StorageFullError(self._group.topology.name_rank(rank, message.reason))
-        self._room.on_disk_full(lane, error)
-        decision = self._room.try_admit(lane, entry)
+        self._note_full(lane, error)
+        decision = self._try_admit(lane, entry)
         lane.disk_full = own_is_full and lane.disk_full
         if decision.error is not None:
             self._messages.report_copy_failed(tier, id, decision.error)
@@ -643,7 +314,6 @@ class Flusher:
         entry.set_aside = without(entry.set_aside, tier)
         entry.overtaken -= {tier}
         lane.succeeded(entry)
-        self._room.on_committed(tier)
         self._accepts_copies(lane.tier)
         self._conditions.end(
             (tier, CapacityError), "tier %s has room for a step again: %s", tier, id
@@ -675,7 +345,7 @@ class Flusher:
             logger.info("%s", error)
             return
         if isinstance(error, StorageFullError) and self._group.decides:
-            self._room.on_disk_full(lane, error)
+            self._note_full(lane, error)
             return
         if isinstance(error, StorageFullError):
             self._on_disk_full(lane, entry, error)
@@ -849,6 +519,271 @@ class Flusher:
         if lane.is_copying(entry.id):
             lane.give_up(error)
 
+    # Order ------------------------------------------------------------------------------------------
+
+    def _waiting(self, tier: str) -> Iterator[LedgerEntry]:
+        """Yield the copies that a tier is owed and that this rank may begin, in their order."""
+        owing = (e for e in self._ledger.open() if tier in e.owed and tier not in e.uploaded_to)
+        waiting = sorted(owing, key=lambda entry: entry.age_order)
+        if not self._group.decides:
+            admitted = list(self._ledger.admitted.get(tier, ()))
+            yield from sorted(
+                (entry for entry in waiting if entry.id in admitted),
+                key=lambda entry: admitted.index(entry.id),
+            )
+        elif self._drain_schedule.active:
+            yield from self._drain_schedule.in_order(tier, waiting)
+        elif tier in self._in_order or not waiting:
+            yield from waiting
+        else:
+            yield from self._planned(tier, {entry.id: entry for entry in waiting})
+
+    def _planned(self, tier: str, waiting: dict[object, LedgerEntry]) -> Iterator[LedgerEntry]:
+        planned = []
+        for decision in plan_flush(self._ledger.view(), tier):
+            entry = waiting.pop(decision.checkpoint, None)
+            if entry is None:
+                continue
+            if decision.verdict is Verdict.DROP:
+                self._give_up_by_rule(entry, tier, decision.reason)
+            else:
+                planned.append(entry)
+        # files of a failed attempt occupy room, and the next attempt overwrites them
+        begun = [entry for entry in planned if (tier, entry.id) in self._ledger.unfinished]
+        yield from begun
+        yield from (entry for entry in planned if entry not in begun)
+        yield from waiting.values()  # abandoned ones
+
+    def _displaces_newer(
+        self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool
+    ) -> bool:
+        """Return whether newer copies are on the tier, and this one needs the room of one, or does not fit. Copies that
+        a person has deleted count as free room. False for a pinned one, and where copies are made in order."""
+        draining = self._drain_schedule.active
+        is_in_order = tier in self._in_order and not draining and tier not in entry.overtaken
+        if entry.pinned or is_in_order:
+            return False
+        abandoned = self._ledger.abandoned()
+        is_late = any(
+            e.id > entry.id and e.id not in abandoned and not e.deleted
+            for e in self._ledger.entries.values()
+            if e.readable_on(tier)
+        )
+        evicts_newer = any(
+            d.checkpoint > entry.id and d.checkpoint not in abandoned
+            for d in plan.deletions
+            if self._ledger.entries[d.checkpoint].readable_on(tier)
+        )
+        missing = plan.missing_bytes - self._deleted_bytes(tier)
+        return is_late and (evicts_newer or (missing > 0 and not fits))
+
+    def _deleted_bytes(self, tier: str) -> int:
+        """Return the bytes of copies on a tier that a person has deleted."""
+        doomed = (e for e in self._ledger.entries.values() if e.deleted)
+        return sum(e.bytes.get(tier, 0) for e in doomed if e.readable_on(tier))
+
+    def _give_up_by_rule(
+        self, entry: LedgerEntry, tier: str, reason: str, *, level: int = logging.INFO
+    ) -> None:
+        """Give up a copy by a configured rule, on all ranks. The save's handle reports it; it is no failure."""
+        if (tier, entry.id) in self._announced:
+            return
+        logger.log(level, "flush of %s to %s is given up: %s", entry.id, tier, reason)
+        self._announced.add((tier, entry.id))
+        self._messages.report(GivenUpCopy(reason=reason, by_rule=True), entry.id, tier)
+
+    def give_up_by_rule(self, entry: LedgerEntry, tier: str, reason: str) -> None:
+        """Give up a copy on this rank, as rank 0 announced."""
+        self._announced.discard((tier, entry.id))
+        if tier not in entry.owed:
+            return
+        error = entry.given_up(f"{tier}: {reason}")
+        self._emitter.flush_given_up(tier, entry.id, error)
+        entry.give_up([tier], error)
+        self._ledger.forget_if_gone(entry)
+
+    # Room -------------------------------------------------------------------------------------------
+
+    def _note_full(self, lane: FlushLane, error: StorageFullError) -> None:
+        """A copy to a tier found no space on its disk."""
+        lane.disk_full = True
+        self._full[lane.tier] = error
+
+    def _try_admit(self, lane: FlushLane, entry: LedgerEntry) -> RoomDecision:
+        """Decide whether a copy may begin; start the evictions that it needs."""
+        if self._ledger.restoring or self._deleter.is_deleting(lane.tier):
+            return WAIT
+        rules = self._ledger.rules_of(lane.tier)
+        capacity = rules.capacity_bytes
+        need, free = self._need_and_free(lane, entry, capacity)
+        if capacity is not None and need > capacity:
+            return RoomDecision(False, _outgrown(lane.tier, entry, need, capacity), never=True)
+        if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
+            return ADMIT
+        view = self._ledger.view()
+        if free < need and not self._ledger.many_ranks and self._collect_unfinished(lane, entry):
+            return WAIT
+        plan = self._plan(view, lane, need=need, free=free)
+        if self._gives_way(view, plan, lane, entry, need, free):
+            return WAIT
+        return self._apply(plan, lane, entry, need=need, free=free)
+
+    def _plan(self, view: View, lane: FlushLane, *, need: int, free: int) -> Eviction:
+        """Return what is evicted for a copy, damaged copies first."""
+        damaged = self._damaged_for_room(view, lane, need - free)
+        plan = plan_eviction(
+            view, lane.tier, need_bytes=need, free_bytes=free + sum(d.bytes for d in damaged)
+        )
+        plan = replace(plan, deletions=(*damaged, *plan.deletions))
+        if lane.disk_full and plan.deletions:
+            # a full disk does not say how much is missing: evict one copy, then try again
+            return Eviction(deletions=plan.deletions[:1], missing_bytes=0)
+        return plan
+
+    def _gives_way(
+        self, view: View, plan: Eviction, lane: FlushLane, entry: LedgerEntry, need: int, free: int
+    ) -> bool:
+        """Return whether newer copies on the tier leave this one no room. It is given up then, or waits if older ones
+        may be evicted for it once a copy there is verified."""
+        displaces_newer = partial(self._displaces_newer, lane.tier, entry, fits=free >= need)
+        if not displaces_newer(plan):
+            return False
+        best = self._plan(replace(view, assume_verified=True), lane, need=need, free=free)
+        if displaces_newer(best) or not self._verifier.hasten(lane.tier):
+            reason = "newer ones came first, and there is no room beside them"
+            self._give_up_by_rule(entry, lane.tier, reason)
+        return True
+
+    def _damaged_for_room(self, view: View, lane: FlushLane, short_bytes: int) -> list[Decision]:
+        """Return the damaged copies to evict where ``short_bytes`` are missing, before any good copy."""
+        chosen: list[Decision] = []
+        for decision in self._deleter.damaged_for_room(view, lane.tier)[0]:
+            if short_bytes <= 0:
+                break
+            chosen.append(decision)
+            short_bytes -= decision.bytes
+        return chosen
+
+    def _apply(
+        self, plan: Eviction, lane: FlushLane, entry: LedgerEntry, *, need: int, free: int
+    ) -> RoomDecision:
+        """Carry out an eviction plan. A copy that fits begins at once; evictions that only restore the low watermark
+        run meanwhile."""
+        fits = free >= need
+        if self._deleter.rules_are_suspended and plan.deletions:
+            # nothing is evicted before it is known which copies are good
+            return ADMIT if fits else WAIT
+        if plan.deletions and plan.missing_bytes == 0:
+            return ADMIT if not self._evict(plan, lane) and fits else WAIT
+        if fits:
+            return ADMIT  # above the high watermark, and nothing more may be evicted
+        # after verification others may be evicted
+        if self._verifier.hasten(lane.tier) or self._relieve(lane, plan.missing_bytes):
+            return WAIT
+        return RoomDecision(False, self._no_room(lane, entry, need, max(free, 0)))
+
+    def _evict(self, plan: Eviction, lane: FlushLane) -> bool:
+        """Start the evictions; return False where they have to wait."""
+        ids = [decision.checkpoint for decision in plan.deletions]
+        if not self._deleter.rules_may_delete(lane.tier):
+            return False
+        for decision in plan.deletions:
+            begun = self._deleter.request_delete(
+                lane.tier, decision.checkpoint, decision.reason, beside=ids
+            )
+            if begun and lane.disk_full:
+                self._log_deleted_for_disk(lane.tier, decision)
+        lane.disk_full = False
+        return True
+
+    def _log_deleted_for_disk(self, tier: str, decision: Decision) -> None:
+        """Log the first copy that is deleted because a disk is full, and which ones are kept."""
+        entries = self._ledger.entries
+        kept = [str(e.id) for e in entries.newest_first() if e.state(tier) is CopyState.COMMITTED]
+        self._conditions.report(
+            (tier, StorageFullError), logging.WARNING,
+            "tier %s is full, and deletes older checkpoints for each new one. Deleted: %s (%s). Kept: %s. Later "
+            "deletions are logged at level INFO. Free space there, keep fewer checkpoints (retain), or use a larger "
+            "disk. The write that failed: %s",
+            tier, decision.checkpoint, decision.reason, format_some(kept) or "none", self._full[tier],
+        )  # fmt: skip
+
+    def _need_and_free(
+        self, lane: FlushLane, entry: LedgerEntry, capacity: int | None
+    ) -> tuple[int, int]:
+        """Return the bytes that a copy of all ranks is expected to occupy, and those available to it."""
+        need = self._expected_bytes(lane.tier, entry)
+        free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
+        free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is overwritten
+        if lane.disk_full:
+            free = min(free, 0)
+        if free >= need and capacity is not None:
+            # a deletion that failed counts as done
+            free += self._ledger.bytes_being_deleted(lane.tier)
+        return need, free
+
+    def _expected_bytes(self, tier: str, entry: LedgerEntry) -> int:
+        """Return the bytes that a copy is expected to occupy: on a tier that compresses, scaled by the ratio of the
+        newest copy there; before there is one, those of its images."""
+        raw_bytes, entries = self._raw_bytes(tier, entry), self._ledger.entries
+        newest_first = entries.newest_first()
+        newest = next((e for e in newest_first if e.state(tier) is CopyState.COMMITTED), None)
+        if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
+            return raw_bytes
+        # peer memory here may keep images of other ranks alone
+        newest_raw_bytes = self._raw_bytes(tier, newest) or newest_bytes
+        return min(raw_bytes, -(-raw_bytes * newest_bytes // newest_raw_bytes))
+
+    def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
+        """Return the bytes of all images of a checkpoint that this rank sees on a tier."""
+        return image_bytes_of(entry) * len(self._group.ranks_on(tier))
+
+    def _collect_unfinished(self, lane: FlushLane, entry: LedgerEntry) -> bool:
+        """Delete what failed attempts left of other checkpoints; return whether any deletion began. Else a later copy
+        waits for this one, and this one for the room of its files."""
+        unfinished = [id for tier, id in self._ledger.unfinished if tier == lane.tier]
+        why = "it was left unfinished, and room is needed"
+        others = [id for id in unfinished if id != entry.id]
+        return any([self._deleter.collect_unfinished(lane.tier, id, why) for id in others])
+
+    def _relieve(self, lane: FlushLane, missing_bytes: int) -> bool:
+        """Give up what slower tiers are owed of one checkpoint, where their rules permit it and that makes room."""
+        entries = self._ledger.entries
+        settling = {e.id for e in self._ledger.open() if e.commit_unknown_on or e.uploaded_to}
+        settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
+        view = self._ledger.view(settling=settling)
+        decisions = plan_relief(view, lane.tier, missing_bytes=missing_bytes)
+        for decision in decisions:
+            entry, reason = entries[decision.checkpoint], decision.reason
+            self._give_up_by_rule(entry, decision.tier, reason, level=logging.WARNING)
+        return bool(decisions)
+
+    def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
+        then = f"it is tried again when room is made, and every {self._ledger.longest_wait_s:g} s"
+        if self._ledger.many_ranks:
+            then = "all ranks give it up there"
+        found = f"there is room for {format_size(free)}"
+        if lane.disk_full:
+            found = f"the disk is full ({self._full[lane.tier]})"
+        _, damaged = self._deleter.damaged_for_room(self._ledger.view(), lane.tier)
+        kept = ""
+        if damaged:
+            named = format_some([str(id) for id in damaged])
+            kept = f" Damaged, and not deleted without a command: {named}."
+        return CapacityError(
+            f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "
+            f"deleted there; {then}.{kept} Raise the capacity, keep fewer checkpoints (retain), unpin some, free "
+            "the disk, or remove one ('tierfall rm ID')"
+        )
+
+
+def _outgrown(tier: str, entry: LedgerEntry, need: int, capacity: int) -> CapacityError:
+    return CapacityError(
+        f"flush of {entry.id} to {tier}: it takes {format_size(need)} ({need} bytes) there, and the tier's capacity is "
+        f"{format_size(capacity)} ({capacity} bytes): it is left out. Raise the capacity, or take the tier out of the "
+        "chain"
+    )
+
 
 def _flush_error(entry: LedgerEntry, tier: str, cause: BaseException) -> FlushError:
     error = FlushError(f"flush of {entry.id} to {tier} failed and is still being tried: {cause}")
@@ -856,7 +791,7 @@ def _flush_error(entry: LedgerEntry, tier: str, cause: BaseException) -> FlushEr
     return error
 
 
-class CaptureEvents:
+class CaptureEvents(Component):
     """A snapshot from the beginning of its capture until its image is sealed or given up."""
 
     def __init__(
@@ -867,12 +802,10 @@ class CaptureEvents:
         flusher: Flusher,
         backlog: Backlog,
     ) -> None:
-        self._ledger = context.ledger
+        super().__init__(context)
         self._lanes = lanes
         self._flusher = flusher
         self._backlog = backlog
-        self._messages = context.messages
-        self._emitter = context.emitter
 
     def on_begun(self, event: CaptureBegun) -> None:
         snapshot = event.snapshot

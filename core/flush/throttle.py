@@ -13,7 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.types.units import format_duration, format_share
 from tierfall.core.types.values import CheckpointId, TierKind
 from tierfall.core.types.view import TierRules
@@ -29,14 +29,14 @@ GAPS_REMEMBERED = 16
 DUE_REMEMBERED = 4096
 
 
-class Backlog:
+class Backlog(Component):
     """How far copies are behind; rank 0 logs it. ``behind`` is the forecast per tier, in checkpoints (None: not
     known); ``late`` counts per tier how often it fell further behind than ``flush.within``."""
 
     def __init__(self, context: Context) -> None:
-        self._ledger = ledger = context.ledger
-        self._logs = context.group.decides
-        self._wake_at = context.wake_at
+        super().__init__(context)
+        ledger = context.ledger
+        self._logs = self._group.decides
         self._stored: Mapping[str, TierRules] = {
             rules.name: rules
             for rules in ledger.rules
@@ -183,7 +183,7 @@ Flushing = tuple[frozenset[str], int]
 """The tiers that are written to now, and the number of tasks that were begun so far."""
 
 
-class Throttle:
+class Throttle(Component):
     """``shares`` are the present shares of the tiers that yield to training. Any thread may read
     ``flushing`` and call ``on_step``."""
 
@@ -195,8 +195,8 @@ class Throttle:
         set_pace: Callable[[str, float | None], None],
     ) -> None:
         """``set_pace`` limits the write rate of a tier, in bytes per second (None: no limit)."""
-        self._ledger = ledger = context.ledger
-        self._wake_at = context.wake_at
+        super().__init__(context)
+        ledger = context.ledger
         self._rules = {r.name: r for r in ledger.rules if r.yields or r.bandwidth_share is not None}
         self._rates = ledger.rates
         self._backlog = backlog

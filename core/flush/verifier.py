@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from tierfall.core.copies.images import Image
 from tierfall.core.flush.deleter import Deleter
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.messages import FoundDamage
 from tierfall.core.flush.tasks import CheckChunk, OpenCheck, Outcome
 from tierfall.core.format.records import Manifest
@@ -81,7 +81,7 @@ class _RunningCheck:
     chunk: int = 0
 
 
-class BackgroundVerifier:
+class BackgroundVerifier(Component):
     """The reads after a restore. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound). ``tiers`` are
     those that this process writes to."""
 
@@ -93,13 +93,9 @@ class BackgroundVerifier:
         deleter: Deleter,
         bytes_per_s: float | None,
     ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
+        super().__init__(context)
         self._tiers = tuple(tiers)
         self._deleter = deleter
-        self._messages = context.messages
-        self._dispatch = context.dispatch
-        self._wake_at = context.wake_at
         self._bytes_per_s = bytes_per_s
         self._requested: dict[str, _Request] = {}
         self._checks: dict[str, _RunningCheck] = {}
