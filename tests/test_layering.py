@@ -71,7 +71,7 @@ LINES = {
     ("core/restore", "core/load", "core/copies"): 7_219,
     ("core/compression",): 373,
     ("core/flush",): 7_750,
-    ("policies",): 2_216,
+    ("policies",): 2_174,
     ("backends",): 5_948,
     ("tiers",): 4_891,
     ("tierfall/config",): 2_638,
