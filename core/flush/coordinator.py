@@ -72,7 +72,6 @@ from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import BackendError, FencedError
 from tierfall.core.types.events import Notify, ignore
 from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
-from tierfall.core.types.view import DrainDecision
 from tierfall.policies.flush import still_owed
 
 logger = logging.getLogger("tierfall")
@@ -243,7 +242,7 @@ class Coordinator:
             max_wait_s=max_wait_s,
         )
         self.replicas = self.seals.replicas
-        self._decisions = Decisions(
+        self.decisions = Decisions(
             context,
             copies=self.copies,
             lanes=self.lanes.values(),
@@ -268,7 +267,7 @@ class Coordinator:
     def start(self) -> None:
         """Determine, from what was found at open, which copies are owed and what is to be deleted."""
         self._note_owed()
-        self._decisions.start()
+        self.decisions.start()
 
     def begin_anew(self) -> None:
         """This start continues no checkpoint: the rules of the tiers may be applied."""
@@ -290,7 +289,7 @@ class Coordinator:
                 entry.handle.on_stopped(error)
             entry.owed = frozenset()
         self.replicas.stop()
-        self._decisions.fail_all(error)
+        self.decisions.fail_all(error)
         self._admissions.fail_all(error)
 
     def _note_owed(self, only: LedgerEntry | None = None) -> None:
@@ -324,7 +323,7 @@ class Coordinator:
         has_news = self._admissions.observe(handled)
         self.drain_schedule.tick(now_s)
         for _ in range(2):  # a change by one of them may be what another waits for
-            self._decisions.advance(now_s)
+            self.decisions.advance(now_s)
             for lane in self.lanes.values():
                 self._flusher.drive(lane, now_s, begin=True, has_news=has_news)
             self._admissions.try_admit(now_s)
@@ -406,8 +405,8 @@ class Coordinator:
         if self.deleter.on_deleted(task, outcome, now_s):
             self._flusher.on_room_made(self.lanes[task.tier], now_s)
         if isinstance(outcome.value, DecidedList):
-            self._decisions.on_found(task.tier, outcome.value)
-        self._decisions.on_deleted(task, outcome)
+            self.decisions.on_found(task.tier, outcome.value)
+        self.decisions.on_deleted(task, outcome)
 
     def _on_copy_outcome(self, outcome: Outcome) -> None:
         task = outcome.task
@@ -433,7 +432,7 @@ class Coordinator:
         is_good = tier in entry.verified
         if is_good:
             self.verifier.on_committed(tier)
-        self._decisions.on_committed(tier)
+        self.decisions.on_committed(tier)
         if self.ledger.group.decides and self.fenced is None:
             self._start_records.committed(tier, entry.commit)
         if self._leftovers is not None and is_good and not self.ledger.restoring:
@@ -453,10 +452,6 @@ class Coordinator:
         """The error that reports a newer attempt: this process writes nothing more."""
         return self.ledger.fenced
 
-    def late_tiers(self, command: Command) -> tuple[str, ...]:
-        """Return the tiers whose answer a command waits for; none if something is still being read or written."""
-        return self._decisions.late_tiers(command)
-
     def found_damage(
         self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True
     ) -> None:
@@ -473,19 +468,6 @@ class Coordinator:
             lane.not_before_s = min(lane.not_before_s, self.ledger.now_s)
         self.copies.try_now()
         self.deleter.try_now()
-
-    def begin_drain(self, asker: object, until_s: float) -> tuple[DrainDecision, ...]:
-        """Work towards a deadline on the clock of ``step``, until ``asker`` ends it; return the outlook."""
-        return self.drain_schedule.begin(asker, until_s)
-
-    def share_deadline(self, left_s: float) -> None:
-        """Let all ranks work towards a deadline that only this rank knows."""
-        self.drain_schedule.share(left_s)
-
-    def end_saves(self, reached: CheckpointId) -> None:
-        """Have all ranks give up the steps after ``reached`` of that attempt: no rank begins a save any more, and not
-        all have begun these."""
-        self.seals.end_saves(reached)
 
     def owe_to_all_tiers(self, id: CheckpointId) -> None:
         """Owe a checkpoint that this process saved to every tier that has no copy of it and has not set it aside or
@@ -510,7 +492,7 @@ class Coordinator:
 
     def busy(self) -> bool:
         """Return whether work is in progress, or a copy is owed to a tier that accepts copies and may begin."""
-        if self._tasks_out or self._decisions.busy() or self.deleter.busy():
+        if self._tasks_out or self.decisions.busy() or self.deleter.busy():
             return True
         return self._owes_copies()
 
@@ -575,7 +557,7 @@ _EVENT_HANDLERS: dict[type[Any], Callable[[Coordinator, Any], None]] = {
     CaptureSealed: Coordinator._on_capture_sealed,
     CaptureFailed: lambda coordinator, event: coordinator._captures.on_failed(event),
     SaveGivenUp: Coordinator._on_save_given_up,
-    Command: lambda coordinator, event: coordinator._decisions.submit(event),
+    Command: lambda coordinator, event: coordinator.decisions.submit(event),
     LedgerQuery: Coordinator._on_query,
     Outcome: Coordinator._on_outcome,
     MessagesGathered: lambda coordinator, news: coordinator._messages.on_message(news),
@@ -590,9 +572,9 @@ _OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {
     AbortShard: Coordinator._on_copy_outcome,
     CommitCopy: lambda coordinator, outcome: coordinator.copies.on_outcome(outcome),
     DeleteCopy: Coordinator._on_deleted,
-    AddDecided: lambda coordinator, outcome: coordinator._decisions.on_added(outcome),
+    AddDecided: lambda coordinator, outcome: coordinator.decisions.on_added(outcome),
     NoteDamage: lambda coordinator, outcome: coordinator._damage_reports.on_noted(outcome),
-    ReadDecided: lambda coordinator, outcome: coordinator._decisions.on_read(outcome),
+    ReadDecided: lambda coordinator, outcome: coordinator.decisions.on_read(outcome),
     ReadCommit: lambda coordinator, outcome: coordinator.external_commits.on_outcome(outcome),
     RecordStart: lambda coordinator, outcome: coordinator._start_records.on_outcome(outcome),
     OpenCheck: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),

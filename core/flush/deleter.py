@@ -359,8 +359,6 @@ class Deleter(Component):
         """Files of an uncommitted copy, or of a failed deletion, are deleted; or a commit record was found there."""
         size = self._ledger.unfinished.pop((task.tier, task.id), 0)
         leaving = _is_leaving(entry, task.tier)
-        if entry is not None:
-            entry.commit_unknown_on -= {task.tier}
         if outcome.value is not None:
             self._on_still_committed(task, outcome.value)
             return not leaving

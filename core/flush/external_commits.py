@@ -8,7 +8,7 @@ and retained like any other checkpoint. Belongs to the coordinator's thread; wor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.facts import LedgerEntry, entry_of
@@ -26,8 +26,8 @@ logger = logging.getLogger("tierfall")
 class ExternalCommits(Component):
     """See the module. ``_expected`` has the tier of each checkpoint whose record is not found yet.
 
-    ``_reading`` has, for each record being read, the newest checkpoint that was found when the read began.
-    ``_searches`` are the searches in progress: the event that ends each, and whether it is the last.
+    ``_reading`` are those whose record is being read. ``_searches`` are the searches in progress: the event that ends
+    each, and whether it is the last.
     """
 
     def __init__(
@@ -41,8 +41,7 @@ class ExternalCommits(Component):
         self._on_commit = on_commit
         self._reads_records = self._group.decides
         self._expected: dict[CheckpointId, str] = {}
-        self._reading: dict[CheckpointId, CheckpointId | None] = {}
-        self._newest: CheckpointId | None = None
+        self._reading: set[CheckpointId] = set()
         self._searches: list[tuple[InterruptibleEvent, bool]] = []
         self._conditions = Conditions()
         context.messages.receive(ExternalCommit, announced=self._on_announced)
@@ -60,28 +59,24 @@ class ExternalCommits(Component):
         than 0 the last search ends when rank 0 has announced the result of each checkpoint, any other one at once.
         """
         self._searches.append((done, last))
-        if self._reads_records:
-            self._read(self._expected)
-        self._end_if_idle()
-
-    def _read(self, ids: Iterable[CheckpointId]) -> None:
-        for id in [id for id in ids if id not in self._reading]:
-            self._reading[id] = self._newest
+        for id in self._expected.keys() - self._reading if self._reads_records else ():
+            self._reading.add(id)
             self._dispatch(ReadCommit(tier=self._expected[id], id=id))
+        self._end_if_idle()
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Apply the outcome of reading one commit record."""
         task = outcome.task
         assert isinstance(task, ReadCommit)
-        newest = self._reading.pop(task.id)
+        self._reading.discard(task.id)
         if outcome.error is None or isinstance(outcome.error, KeyNotFoundError):
             known = "not written" if outcome.error else "written"
             self._conditions.end(task.id, "%s: %s is %s there", task.tier, task.id, known)
         if outcome.error is None:
-            self._on_found(task, outcome.value)
-        elif isinstance(outcome.error, KeyNotFoundError):
-            self._on_missing(task, newest)
-        else:
+            del self._expected[task.id]
+            commit = outcome.value.encode().decode()
+            self._messages.announce(ExternalCommit(tier=task.tier, commit=commit))
+        elif not isinstance(outcome.error, KeyNotFoundError):
             self._conditions.report(
                 task.id, logging.WARNING, "%s: not known yet whether %s was written there: %s",
                 task.tier, task.id, outcome.error,
@@ -120,23 +115,6 @@ class ExternalCommits(Component):
             if last or not is_last:
                 done.set()
         self._searches = [(done, is_last) for done, is_last in self._searches if not done.is_set]
-
-    def _on_found(self, task: ReadCommit, commit: Commit) -> None:
-        """Announce a checkpoint that is committed, and read the records of earlier ones again."""
-        del self._expected[task.id]
-        self._newest = task.id if self._newest is None else max(self._newest, task.id)
-        self._read([id for id in self._expected if id < task.id])
-        body = ExternalCommit(tier=task.tier, commit=commit.encode().decode())
-        self._messages.announce(body)
-
-    def _on_missing(self, task: ReadCommit, newest: CheckpointId | None) -> None:
-        """A checkpoint has no record. ``newest`` had been found when the read began: if that is a later checkpoint, the
-        save of this one has failed, and its files are collected."""
-        if newest is not None and task.id < newest:
-            del self._expected[task.id]
-            self._ledger.unfinished[task.tier, task.id] = 0
-        elif self._newest is not None and task.id < self._newest:
-            self._read([task.id])
 
     def _enter(self, commit: Commit, tier: str) -> None:
         id = commit.lineage.checkpoint

@@ -309,7 +309,6 @@ class Flusher(Component):
             self._ledger.has_begun = True
         entry.owed -= {tier}
         self._ledger.unfinished.pop((lane.tier, id), None)
-        entry.commit_unknown_on -= {tier}
         entry.failures = without(entry.failures, tier)
         entry.set_aside = without(entry.set_aside, tier)
         entry.overtaken -= {tier}
@@ -335,7 +334,6 @@ class Flusher(Component):
         entry.set_state(lane.tier, CopyState.ABSENT)
         if transfer.published:
             self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
-            entry.commit_unknown_on |= {lane.tier}
         if lane.tier not in entry.owed:
             if entry.deleted:
                 lane.forget_stall()
@@ -749,7 +747,7 @@ class Flusher(Component):
     def _relieve(self, lane: FlushLane, missing_bytes: int) -> bool:
         """Give up what slower tiers are owed of one checkpoint, where their rules permit it and that makes room."""
         entries = self._ledger.entries
-        settling = {e.id for e in self._ledger.open() if e.commit_unknown_on or e.uploaded_to}
+        settling = self._ledger.settling()
         settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
         view = self._ledger.view(settling=settling)
         decisions = plan_relief(view, lane.tier, missing_bytes=missing_bytes)

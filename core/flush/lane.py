@@ -282,8 +282,6 @@ class FlushLane:
             return
         transfer.writer, manifest = outcome.value
         entry = transfer.entry
-        # the task has checked that it is not committed there
-        entry.commit_unknown_on -= {self.tier}
         if manifest is not None:
             entry.manifest = manifest
             entry.geometry = manifest.geometry()

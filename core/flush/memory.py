@@ -236,10 +236,8 @@ class Admissions(Component):
 
         A tier that is slower than the saves receives whole copies only because their sources are kept.
         """
-        uncertain = {e.id for e in self._ledger.open() if e.commit_unknown_on}
         copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
-        copied |= {e.id for e in self._ledger.open() if e.uploaded_to}
-        return uncertain | copied
+        return copied | self._ledger.settling()
 
     def _give_up(self, entry: LedgerEntry, reason: str, saved: CheckpointId) -> None:
         host = self._ledger.host

@@ -13,8 +13,8 @@ does no I/O.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from tierfall.core.copies.images import Image
 from tierfall.core.flush.deleter import Deleter
@@ -68,17 +68,15 @@ class _Request:
 
 @dataclass(slots=True)
 class _RunningCheck:
-    """A copy that is being read. ``images`` are this rank's share of it, empty until their records are read; ``image``
-    and ``chunk`` are the position, ``reading`` that a task is in progress, ``urgent`` that room waits for it."""
+    """A copy that is being read. ``left`` are the chunks of this rank's share of it that are not read yet: image,
+    manifest and number; ``reading``: a task is in progress; ``urgent``: room waits for it."""
 
     id: CheckpointId
     number: int
     urgent: bool = False
     not_before_s: float = 0.0
     reading: bool = True
-    images: tuple[tuple[Image, Manifest], ...] = ()
-    image: int = 0
-    chunk: int = 0
+    left: Iterator[tuple[Image, Manifest, int]] = field(default_factory=lambda: iter(()))
 
 
 class BackgroundVerifier(Component):
@@ -214,18 +212,14 @@ class BackgroundVerifier(Component):
             self._on_check_read(tier, self._checks[tier], None, read=False)
 
     def _read_on(self, tier: str, check: _RunningCheck) -> None:
-        while check.image < len(check.images):
-            image, manifest = check.images[check.image]
-            if check.chunk < manifest.chunk_count:
-                check.reading = True
-                self._dispatch(
-                    CheckChunk(
-                        tier=tier, id=check.id, image=image, manifest=manifest, index=check.chunk
-                    )
-                )
-                return
-            check.image, check.chunk = check.image + 1, 0
-        self._on_check_read(tier, check, None)
+        following = next(check.left, None)
+        if following is None:
+            self._on_check_read(tier, check, None)
+            return
+        check.reading = True
+        image, manifest, index = following
+        task = CheckChunk(tier=tier, id=check.id, image=image, manifest=manifest, index=index)
+        self._dispatch(task)
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Apply the outcome of reading a copy's records, or a chunk."""
@@ -238,12 +232,11 @@ class BackgroundVerifier(Component):
         if outcome.error is not None:
             self._on_check_read(task.tier, check, outcome.error)
         elif isinstance(task, OpenCheck):
-            check.images = outcome.value
-        else:
-            check.chunk += 1
+            found: tuple[tuple[Image, Manifest], ...] = outcome.value
+            check.left = ((i, m, index) for i, m in found for index in range(m.chunk_count))
+        elif self._bytes_per_s is not None:
             start, end = task.manifest.chunk_range(task.index)
-            if self._bytes_per_s is not None:
-                check.not_before_s = self._ledger.now_s + (end - start) / self._bytes_per_s
+            check.not_before_s = self._ledger.now_s + (end - start) / self._bytes_per_s
 
     def _on_check_read(
         self, tier: str, check: _RunningCheck, error: BaseException | None, *, read: bool = True
