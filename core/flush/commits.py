@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tierfall.core.flush.deleter import Deleter
 from tierfall.core.flush.emitter import Component, Context, image_bytes_of
@@ -50,8 +51,8 @@ from tierfall.core.flush.messages import (
     remember,
 )
 from tierfall.core.flush.replicas import ReplicaAssigner
-from tierfall.core.flush.tasks import CommitCopy, DeleteCopy, Outcome, RecordStart
-from tierfall.core.format.records import Commit, NamedFile
+from tierfall.core.flush.tasks import CommitCopy, DeleteCopy, Outcome, StoreCall, TaskStore
+from tierfall.core.format.records import Attempt, Commit, NamedFile
 from tierfall.core.ranks.messages import Message
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import (
@@ -674,20 +675,30 @@ class StartRecords(Component):
                 entry.id in abandoned and entry.state(other) is CopyState.COMMITTED
                 for entry in self._ledger.entries.values()
             ):
-                self._dispatch(RecordStart(tier=other, id=commit.lineage.checkpoint, commit=commit))
+                self._dispatch(
+                    StoreCall(
+                        tier=other,
+                        call=partial(_record, commit),
+                        then=partial(self._on_recorded, attempt),
+                    )
+                )
 
-    def on_outcome(self, outcome: Outcome) -> None:
+    def _on_recorded(self, number: int, outcome: Outcome) -> None:
         """Apply an outcome. After a failure the record is written with the next commit."""
-        task = outcome.task
-        assert isinstance(task, RecordStart)
-        number = task.id.attempt
+        tier = outcome.task.tier
         if outcome.error is not None:
             self._conditions.report(
-                (task.tier, number), logging.WARNING,
+                (tier, number), logging.WARNING,
                 "%s: the start of attempt %d is not recorded yet: %s",
-                task.tier, number, outcome.error,
+                tier, number, outcome.error,
             )  # fmt: skip
-            self._recorded.discard((task.tier, number))
+            self._recorded.discard((tier, number))
         else:
             text = "%s: the start of attempt %d is recorded"
-            self._conditions.end((task.tier, number), text, task.tier, number)
+            self._conditions.end((tier, number), text, tier, number)
+
+
+def _record(commit: Commit, store: TaskStore, attempt: Attempt) -> None:
+    number = commit.lineage.checkpoint.attempt
+    store.check_newest(attempt, doing=f"record of attempt {number}")
+    store.record_lineage(commit, attempt)

@@ -23,7 +23,7 @@ from tierfall.core.capture.snapshot import (
     SaveGivenUp,
 )
 from tierfall.core.flush.commits import GroupSeals, StartRecords, TierCommits
-from tierfall.core.flush.decisions import DamageReports, Decisions
+from tierfall.core.flush.decisions import Decisions
 from tierfall.core.flush.deleter import DecidedLists, Deleter
 from tierfall.core.flush.drain import DrainSchedule
 from tierfall.core.flush.emitter import Context, EventEmitter
@@ -46,13 +46,11 @@ from tierfall.core.flush.tasks import (
     Event,
     FinishCopy,
     LedgerQuery,
-    NoteDamage,
     OpenCheck,
     OpenShard,
     Outcome,
-    ReadCommit,
     ReadDecided,
-    RecordStart,
+    StoreCall,
     Task,
     Uploaded,
 )
@@ -255,7 +253,6 @@ class Coordinator:
         )
         self._start_records = StartRecords(context, tiers=lanes)
         self.external_commits = ExternalCommits(context, on_commit=self._on_external_commit)
-        self._damage_reports = DamageReports(context, tiers=lanes, deleter=self.deleter)
 
     def _message_tree_of_one(self) -> MessageTree:
         ranks = Ranks.alone()
@@ -398,6 +395,10 @@ class Coordinator:
         self.rates.on_ended(outcome, self.ledger.now_s)
         self._flusher.on_task_error(outcome.error)
         _OUTCOME_HANDLERS[type(outcome.task)](self, outcome)
+
+    def _on_called(self, outcome: Outcome) -> None:
+        assert isinstance(outcome.task, StoreCall)
+        outcome.task.then(outcome)
 
     def _on_deleted(self, outcome: Outcome) -> None:
         task, now_s = outcome.task, self.ledger.now_s
@@ -573,10 +574,8 @@ _OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {
     CommitCopy: lambda coordinator, outcome: coordinator.copies.on_outcome(outcome),
     DeleteCopy: Coordinator._on_deleted,
     AddDecided: lambda coordinator, outcome: coordinator.decisions.on_added(outcome),
-    NoteDamage: lambda coordinator, outcome: coordinator._damage_reports.on_noted(outcome),
+    StoreCall: Coordinator._on_called,
     ReadDecided: lambda coordinator, outcome: coordinator.decisions.on_read(outcome),
-    ReadCommit: lambda coordinator, outcome: coordinator.external_commits.on_outcome(outcome),
-    RecordStart: lambda coordinator, outcome: coordinator._start_records.on_outcome(outcome),
     OpenCheck: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),
     CheckChunk: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),
 }

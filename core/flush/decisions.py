@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from tierfall.core.flush.commits import TierCommits
 from tierfall.core.flush.deleter import DELETED, DecidedLists, Deleter
@@ -30,12 +31,14 @@ from tierfall.core.flush.tasks import (
     Command,
     CommandKind,
     DeleteCopy,
-    NoteDamage,
     Outcome,
     ReadDecided,
+    StoreCall,
+    TaskStore,
 )
 from tierfall.core.flush.throttle import Backlog
 from tierfall.core.format.decided import Decided, DecidedList, Word
+from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import StepError, StorageFullError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -96,6 +99,10 @@ class Decisions(Component):
         self._to_free: set[CheckpointId] = set()
         """Deleted checkpoints whose image in memory is still read or written."""
         self._conditions = Conditions()
+        self._tiers = {lane.tier for lane in self._lanes}
+        context.messages.receive(
+            FoundDamage, reported=self._on_damage_elsewhere, announced=self._on_damage
+        )
         context.messages.receive(
             DecidedEntries, reported=self._on_found_elsewhere, announced=self._on_decided
         )
@@ -210,22 +217,19 @@ class Decisions(Component):
                 f"{command.kind}: no tier that can be written to could note it for {command.id}: it holds until this "
                 "process ends"
             )
-        if command.failed or not self._is_overruled(command, entry):
-            return True
-        self._decide_on(command, entry)
-        return False
-
-    def _is_overruled(self, command: Command, entry: LedgerEntry) -> bool:
-        """Return whether another process has decided the opposite, by a higher number."""
         assert command.entry is not None
         opposite = _OPPOSITES.get(command.entry.word)
-        return any(
+        is_overruled = any(
             other.word is opposite
             and other.tag == command.tag
             and other.number > command.entry.number
             and other not in self._own
             for other in self._ledger.decided.of(entry.id, entry.attempt_id)
         )
+        if command.failed or not is_overruled:
+            return True
+        self._decide_on(command, entry)
+        return False
 
     def _is_adding(self, command: Command) -> bool:
         return any(added == command.entry for _, added in self._adding)
@@ -411,36 +415,9 @@ class Decisions(Component):
                 if outcome.error is not None and not _frees_room(command, outcome.error):
                     command.failed[task.tier] = outcome.error
 
+    # Damage ----------------------------------------------------------------------------------------
 
-def _is_leaving(entry: LedgerEntry) -> bool:
-    """Return whether all copies of a checkpoint are being deleted."""
-    there = [state for state in entry.states.values() if state is not CopyState.ABSENT]
-    return not entry.damage and all(state is CopyState.LEAVING for state in there)
-
-
-def _frees_room(command: Command, error: BaseException) -> bool:
-    """Return whether an entry found no room on a tier, and the deletion makes some: the entry is added then."""
-    return command.kind is CommandKind.DELETE and isinstance(error, StorageFullError)
-
-
-class DamageReports(Component):
-    """What readers find damaged. ``tiers`` are those that copies are flushed to."""
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        tiers: Iterable[str],
-        deleter: Deleter,
-    ) -> None:
-        super().__init__(context)
-        self._tiers = frozenset(tiers)
-        self._deleter = deleter
-        context.messages.receive(
-            FoundDamage, reported=self._on_found_elsewhere, announced=self._on_found
-        )
-
-    def _on_found_elsewhere(
+    def _on_damage_elsewhere(
         self, tier: str, id: CheckpointId, damage: FoundDamage, rank: int
     ) -> None:
         entry = self._ledger.entries.get(id)
@@ -448,7 +425,7 @@ class DamageReports(Component):
             text = self._group.topology.name_rank(rank, damage.text)
             self._messages.announce(replace(damage, text=text), id, tier)
 
-    def _on_found(self, tier: str, id: CheckpointId, damage: FoundDamage) -> None:
+    def _on_damage(self, tier: str, id: CheckpointId, damage: FoundDamage) -> None:
         entry = self._ledger.entries.get(id)
         if entry is None or entry.state(tier) is not CopyState.COMMITTED:
             return  # it is known, or the copy was deleted meanwhile
@@ -462,19 +439,28 @@ class DamageReports(Component):
         if not repairable:  # it is gone: no room can be made by its deletion
             entry.bytes = without(entry.bytes, tier)
         self._deleter.schedule_plan(tier)
-        if repairable:
-            self._note(entry, tier, why)
+        owns = self._ledger.fenced is None and self._group.owns(tier)
+        if repairable and entry.commit is not None and tier in self._tiers and owns:
+            call = partial(_add_damage, entry.commit, why)
+            self._dispatch(StoreCall(tier=tier, call=call, then=partial(self._on_noted, id)))
 
-    def _note(self, entry: LedgerEntry, tier: str, why: str) -> None:
-        """Note the damage on the tier, for later listings."""
-        if entry.commit is None or tier not in self._tiers:
-            return
-        if self._ledger.fenced is None and self._group.owns(tier):
-            self._dispatch(NoteDamage(tier=tier, id=entry.id, commit=entry.commit, why=why))
-
-    def on_noted(self, outcome: Outcome) -> None:
-        task = outcome.task
-        assert isinstance(task, NoteDamage)
+    def _on_noted(self, id: CheckpointId, outcome: Outcome) -> None:
         if outcome.error is not None:
             text = "%s: the damage of %s could not be noted there: %s"
-            logger.warning(text, task.tier, task.id, outcome.error)
+            logger.warning(text, outcome.task.tier, id, outcome.error)
+
+
+def _is_leaving(entry: LedgerEntry) -> bool:
+    """Return whether all copies of a checkpoint are being deleted."""
+    there = [state for state in entry.states.values() if state is not CopyState.ABSENT]
+    return not entry.damage and all(state is CopyState.LEAVING for state in there)
+
+
+def _frees_room(command: Command, error: BaseException) -> bool:
+    """Return whether an entry found no room on a tier, and the deletion makes some: the entry is added then."""
+    return command.kind is CommandKind.DELETE and isinstance(error, StorageFullError)
+
+
+def _add_damage(commit: Commit, why: str, store: TaskStore, attempt: Attempt) -> None:
+    store.check_newest(attempt, doing=f"damage of {commit.lineage.checkpoint}")
+    store.note_damaged(commit, why)

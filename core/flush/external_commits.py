@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.facts import LedgerEntry, entry_of
 from tierfall.core.flush.messages import ExternalCommit, ExternalCommitsEnd
-from tierfall.core.flush.tasks import Outcome, ReadCommit
-from tierfall.core.format.records import Commit, parse_commit
+from tierfall.core.flush.tasks import Outcome, StoreCall, TaskStore
+from tierfall.core.format.records import Attempt, Commit, parse_commit
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import KeyNotFoundError
@@ -61,25 +62,24 @@ class ExternalCommits(Component):
         self._searches.append((done, last))
         for id in self._expected.keys() - self._reading if self._reads_records else ():
             self._reading.add(id)
-            self._dispatch(ReadCommit(tier=self._expected[id], id=id))
+            then = partial(self._on_read, id)
+            self._dispatch(StoreCall(tier=self._expected[id], call=partial(_read, id), then=then))
         self._end_if_idle()
 
-    def on_outcome(self, outcome: Outcome) -> None:
-        """Apply the outcome of reading one commit record."""
-        task = outcome.task
-        assert isinstance(task, ReadCommit)
-        self._reading.discard(task.id)
+    def _on_read(self, id: CheckpointId, outcome: Outcome) -> None:
+        tier = outcome.task.tier
+        self._reading.discard(id)
         if outcome.error is None or isinstance(outcome.error, KeyNotFoundError):
             known = "not written" if outcome.error else "written"
-            self._conditions.end(task.id, "%s: %s is %s there", task.tier, task.id, known)
+            self._conditions.end(id, "%s: %s is %s there", tier, id, known)
         if outcome.error is None:
-            del self._expected[task.id]
+            self._expected.pop(id, None)
             commit = outcome.value.encode().decode()
-            self._messages.announce(ExternalCommit(tier=task.tier, commit=commit))
+            self._messages.announce(ExternalCommit(tier=tier, commit=commit))
         elif not isinstance(outcome.error, KeyNotFoundError):
             self._conditions.report(
-                task.id, logging.WARNING, "%s: not known yet whether %s was written there: %s",
-                task.tier, task.id, outcome.error,
+                id, logging.WARNING, "%s: not known yet whether %s was written there: %s",
+                tier, id, outcome.error,
             )  # fmt: skip
         self._end_if_idle()
 
@@ -124,3 +124,9 @@ class ExternalCommits(Component):
         self._ledger.has_begun = True
         self._ledger.enter(entry)
         self._on_commit(tier, entry)
+
+
+def _read(id: CheckpointId, store: TaskStore, attempt: Attempt) -> Commit:
+    commit = store.written_commit(id)
+    store.sync_commit(id)
+    return commit

@@ -10,14 +10,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.copies.image_writes import ImageUpload, WritableStore, publish_image
+from tierfall.core.copies.image_writes import ImageUpload, publish_image
 from tierfall.core.copies.images import (
     Image,
-    ReadableStore,
     StoredImage,
     check_digest,
     checked_manifest,
@@ -34,21 +33,19 @@ from tierfall.core.flush.tasks import (
     CopySource,
     DeleteCopy,
     FinishCopy,
-    NoteDamage,
     NotWholeError,
     OpenCheck,
     OpenShard,
     Outcome,
-    ReadCommit,
     ReadDecided,
-    RecordStart,
     Side,
+    StoreCall,
     Task,
+    TaskStore,
     Uploaded,
 )
-from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import files_of, image_file, shards_of
-from tierfall.core.format.decided import FENCE_VALID_S, Decided, DecidedList
+from tierfall.core.format.decided import FENCE_VALID_S, DecidedList
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import (
     Attempt,
@@ -69,59 +66,6 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, Shard
 
 logger = logging.getLogger("tierfall")
-
-
-class DecidedStore(Protocol):
-    """A tier's list of what is decided: ``tiers/listing.py:DecidedFolder``."""
-
-    def read(self, *, max_age_s: float = ...) -> DecidedList: ...
-
-    def add(self, entry: Decided) -> None: ...
-
-
-class TaskStore(ReadableStore, WritableStore, Protocol):
-    """What tasks call of a stored tier. ``tiers/stored.py:StoredTier`` implements it. All methods block."""
-
-    @property
-    def decided(self) -> DecidedStore: ...
-
-    def list(self) -> Listing: ...
-
-    def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
-
-    def written_commit(self, checkpoint: CheckpointId) -> Commit: ...
-
-    def is_committed(self, checkpoint: CheckpointId) -> bool: ...
-
-    def find_copy(self, checkpoint: CheckpointId, *, batch: int = ...) -> FoundCopy | None: ...
-
-    def sync_commit(self, checkpoint: CheckpointId) -> None: ...
-
-    def record_lineage(self, commit: Commit, writer: Attempt | None = None) -> None: ...
-
-    def check_begin(self, attempt: Attempt) -> None: ...
-
-    def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
-
-    def commit(self, commit: Commit, *, attempt: Attempt) -> None: ...
-
-    def note_damaged(self, commit: Commit, why: str) -> None: ...
-
-    def write_latest(self, checkpoint: CheckpointId) -> None: ...
-
-    def delete(
-        self,
-        checkpoint: CheckpointId,
-        *,
-        attempt: Attempt | None,
-        known: DecidedList | None,
-        batch: int = ...,
-        next_latest: CheckpointId | None = None,
-    ) -> DecidedList | None: ...
-
-    def discard(
-        self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
-    ) -> None: ...
 
 
 class _SourceError(Exception):
@@ -196,10 +140,6 @@ class TaskRunner:
         store.check_newest(self._attempt(), doing=doing)
         store.decided.add(task.entry)
         return store.decided.read(max_age_s=FENCE_VALID_S)
-
-    def _note_damage(self, task: NoteDamage, store: TaskStore) -> None:
-        store.check_newest(self._attempt(), doing=f"damage of {task.id}")
-        store.note_damaged(task.commit, task.why)
 
     def _read_decided(self, task: ReadDecided, store: TaskStore) -> DecidedList:
         return store.decided.read()
@@ -307,15 +247,6 @@ class TaskRunner:
     def _abort(self, task: AbortShard, store: TaskStore) -> None:
         self._forget(task.tier)
         task.writer.abort()
-
-    def _record_start(self, task: RecordStart, store: TaskStore) -> None:
-        store.check_newest(self._attempt(), doing=f"record of attempt {task.id.attempt}")
-        store.record_lineage(task.commit, self._attempt())
-
-    def _read_commit(self, task: ReadCommit, store: TaskStore) -> Commit:
-        commit = store.written_commit(task.id)
-        store.sync_commit(task.id)
-        return commit
 
     def _open_check(self, task: OpenCheck, store: TaskStore) -> tuple[tuple[Image, Manifest], ...]:
         commit = store.read_commit(task.id)
@@ -437,10 +368,8 @@ _HANDLERS: dict[type[Any], Callable[[TaskRunner, Any, TaskStore], Any]] = {
     AbortShard: TaskRunner._abort,
     DeleteCopy: TaskRunner._drop,
     AddDecided: TaskRunner._add_decided,
-    NoteDamage: TaskRunner._note_damage,
+    StoreCall: lambda runner, task, store: task.call(store, runner._attempt()),
     ReadDecided: TaskRunner._read_decided,
-    ReadCommit: TaskRunner._read_commit,
-    RecordStart: TaskRunner._record_start,
     OpenCheck: TaskRunner._open_check,
     CheckChunk: TaskRunner._check_chunk,
 }
