@@ -65,17 +65,14 @@ from tierfall.core.ranks.message_tree import (
     RankReported,
 )
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.types.errors import BackendError, FencedError
+from tierfall.core.types.errors import FencedError
 from tierfall.core.types.events import Notify, ignore
 from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
 from tierfall.policies.flush import still_owed
 
 logger = logging.getLogger("tierfall")
 
-ABORT_S = 1.0
-"""Bound in seconds on aborting the writer of a refused copy: the aborting thread may be the one that closes the run."""
 LOOKS = (ReadDecided, OpenCheck, CheckChunk)
 """Tasks that change no tier. A wait until all tasks have ended leaves these out."""
 
@@ -520,22 +517,6 @@ class Coordinator:
         return tuple((e.id, tier) for e in entries for tier in sorted(e.set_aside))
 
 
-def _refuse_outcome(outcome: Outcome, error: BaseException) -> None:
-    """Abort the writer that a refused ``OpenShard`` has opened: no task will continue its copy."""
-    if not isinstance(outcome.task, OpenShard) or not isinstance(outcome.value, tuple):
-        return
-    writer, _ = outcome.value
-    if writer is None:
-        return
-    tier = outcome.task.tier
-    aborted = BoundedCalls().call_all({tier: writer.abort}, {tier: ABORT_S}, doing="abort")[tier]
-    match aborted.error:
-        case BackendError() as failure:
-            logger.warning("%s: an unfinished file remains: %s", tier, failure)
-        case _:
-            aborted.get()
-
-
 def _refuse_save(event: CaptureBegun, error: BaseException) -> None:
     event.snapshot.handle.on_given_up(SaveOutcome.FAILED, error)
 
@@ -546,9 +527,9 @@ _REFUSALS: dict[type[Any], Callable[[Any, BaseException], None]] = {
     LedgerQuery: lambda query, error: query.on_answer(None, error),
     Command: lambda command, error: command.on_answer({"tierfall": error}),
     AssignmentRequest: lambda request, error: request.on_answer(None),
-    Outcome: _refuse_outcome,
 }
-"""How an event of each type is refused. For other types no caller waits, and they are discarded."""
+"""How an event of each type is refused. For other types no caller waits, and they are discarded: what a copy has left
+on a tier, the next start collects."""
 
 _EVENT_HANDLERS: dict[type[Any], Callable[[Coordinator, Any], None]] = {
     AdmissionRequest: Coordinator._on_admission_request,

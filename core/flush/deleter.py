@@ -20,6 +20,7 @@ from tierfall.core.format.decided import Decided, DecidedList, Word
 from tierfall.core.format.records import Commit
 from tierfall.core.runtime import retries
 from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.types import events
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.protection import surviving
@@ -317,7 +318,7 @@ class Deleter(Component):
                 (task.tier, task.id),
                 logging.WARNING, "%s: could not delete %s: %s", task.tier, task.id, outcome.error,
             )  # fmt: skip
-            self._emitter.deletion_failed(task, outcome.error)
+            self._emitter.emit(events.DropFailed, id=task.id, tier=task.tier, reason=outcome.error)
             if self._cancelled:
                 self._leaving[task.tier].discard(task.id)
             else:

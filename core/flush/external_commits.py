@@ -27,8 +27,8 @@ logger = logging.getLogger("tierfall")
 class ExternalCommits(Component):
     """See the module. ``_expected`` has the tier of each checkpoint whose record is not found yet.
 
-    ``_reading`` are those whose record is being read. ``_searches`` are the searches in progress: the event that ends
-    each, and whether it is the last.
+    ``_reading`` are those whose record is being read, ``_newest`` is the newest that was found. ``_searches`` are the
+    searches in progress: the event that ends each, and whether it is the last.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class ExternalCommits(Component):
         self._reads_records = self._group.decides
         self._expected: dict[CheckpointId, str] = {}
         self._reading: set[CheckpointId] = set()
+        self._newest: CheckpointId | None = None
         self._searches: list[tuple[InterruptibleEvent, bool]] = []
         self._conditions = Conditions()
         context.messages.receive(ExternalCommit, announced=self._on_announced)
@@ -62,11 +63,13 @@ class ExternalCommits(Component):
         self._searches.append((done, last))
         for id in self._expected.keys() - self._reading if self._reads_records else ():
             self._reading.add(id)
-            then = partial(self._on_read, id)
+            then = partial(self._on_read, id, self._newest)
             self._dispatch(StoreCall(tier=self._expected[id], call=partial(_read, id), then=then))
         self._end_if_idle()
 
-    def _on_read(self, id: CheckpointId, outcome: Outcome) -> None:
+    def _on_read(self, id: CheckpointId, newest: CheckpointId | None, outcome: Outcome) -> None:
+        """Apply the outcome of reading a record. ``newest`` had been found before: if that is a later checkpoint, and
+        this one has no record, its save has failed, and its files are collected."""
         tier = outcome.task.tier
         self._reading.discard(id)
         if outcome.error is None or isinstance(outcome.error, KeyNotFoundError):
@@ -74,9 +77,14 @@ class ExternalCommits(Component):
             self._conditions.end(id, "%s: %s is %s there", tier, id, known)
         if outcome.error is None:
             self._expected.pop(id, None)
+            self._newest = id if self._newest is None else max(self._newest, id)
             commit = outcome.value.encode().decode()
             self._messages.announce(ExternalCommit(tier=tier, commit=commit))
-        elif not isinstance(outcome.error, KeyNotFoundError):
+        elif isinstance(outcome.error, KeyNotFoundError):
+            if newest is not None and id < newest:
+                self._expected.pop(id, None)
+                self._ledger.unfinished[tier, id] = 0
+        else:
             self._conditions.report(
                 id, logging.WARNING, "%s: not known yet whether %s was written there: %s",
                 tier, id, outcome.error,

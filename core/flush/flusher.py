@@ -38,6 +38,7 @@ from tierfall.core.flush.tasks import DeleteCopy
 from tierfall.core.flush.throttle import Backlog
 from tierfall.core.flush.verifier import BackgroundVerifier
 from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.types import events
 from tierfall.core.types.errors import (
     CapacityError,
     FencedError,
@@ -259,7 +260,7 @@ class Flusher(Component):
         the error."""
         if tier not in self._ledger.failing:
             self._ledger.failing[tier] = error
-            self._emitter.tier_failing(tier, error)
+            self._emitter.emit(events.TierFailing, tier=tier, reason=error)
             self.errors.append(error)
             self._conditions.report(tier, logging.ERROR, "%s", error)
         for entry in self._ledger.open():
@@ -293,7 +294,7 @@ class Flusher(Component):
 
     def _accepts_copies(self, tier: str) -> None:
         if self._ledger.failing.pop(tier, None) is not None:
-            self._emitter.tier_recovered(tier)
+            self._emitter.emit(events.TierRecovered, tier=tier)
         owed = sum(tier in entry.owed for entry in self._ledger.open())
         text = "tier %s accepts copies again; copies that it is still owed: %d"
         self._conditions.end(tier, text, tier, owed)
@@ -385,12 +386,11 @@ class Flusher(Component):
 
     def _may_be_one_copy(self, lane: FlushLane) -> bool:
         """Return whether all failures since the last commit are of one copy, are not retryable, and another waits."""
-        failed = [self._ledger.entries.get(id) for id in lane.failed]
-        # it may have been forgotten, and found again on another tier
-        failures = failed[0].failures.get(lane.tier) if len(failed) == 1 and failed[0] else None
-        if failures is None or not failures.lasts:
+        waiting = self._ledger.open()
+        failed = [e for e in waiting if lane.has_failed(e)]
+        if len(failed) != 1 or not failed[0].failures[lane.tier].lasts:
             return False
-        others = (e for e in self._ledger.open() if e is not failed[0])
+        others = (e for e in waiting if e is not failed[0])
         return any(lane.tier in e.owed and lane.tier not in e.uploaded_to for e in others)
 
     def _set_aside(self, entry: LedgerEntry, tier: str, cause: BaseException) -> None:
@@ -407,7 +407,7 @@ class Flusher(Component):
         entry.set_aside = {**entry.set_aside, tier: error}
         entry.overtaken |= {tier}
         entry.owed -= {tier}
-        self._emitter.set_aside(tier, entry.id, error)
+        self._emitter.emit(events.SetAside, id=entry.id, tier=tier, reason=error)
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
 
@@ -430,7 +430,10 @@ class Flusher(Component):
         """A tier has accepted nothing of a copy, or of its commit record, since ``since_s``; the next try is
         at ``until_s``."""
         now_s = self._ledger.now_s
-        self._emitter.flush_stalled(tier, entry.id, error, until_s)
+        again_s = max(0.0, until_s - now_s)
+        self._emitter.emit(
+            events.FlushStalled, id=entry.id, tier=tier, reason=error, again_s=again_s
+        )
         self._conditions.report(
             tier, logging.WARNING, "flush of %s to %s stalls, and continues in %.1f s: %s",
             entry.id, tier, until_s - now_s, error,
@@ -469,7 +472,7 @@ class Flusher(Component):
         """A newer attempt exists: this process writes nothing more."""
         if self._ledger.fenced is None:
             self._ledger.fenced = error
-            self._emitter.failed("fence", error)
+            self._emitter.emit(events.OperationFailed, doing="fence", reason=error)
             self.errors.append(error)
             logger.error("%s", error)
         for entry in self._ledger.open():
@@ -505,7 +508,7 @@ class Flusher(Component):
 
     def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         entry.owed -= {tier}
-        self._emitter.flush_given_up(tier, entry.id, error)
+        self._emitter.emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
         if not any(lane.is_copying(entry.id) for lane in self._lanes.values()):
@@ -596,7 +599,7 @@ class Flusher(Component):
         if tier not in entry.owed:
             return
         error = entry.given_up(f"{tier}: {reason}")
-        self._emitter.flush_given_up(tier, entry.id, error)
+        self._emitter.emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
         entry.give_up([tier], error)
         self._ledger.forget_if_gone(entry)
 

@@ -141,11 +141,11 @@ class LaneLimits:
 
 class FlushLane:
     """The state of copies to one stored tier. If memory is short, a tier that has the bytes is read instead.
-    ``arrivals`` counts the copies that the tier has received; ``failed`` are the checkpoints whose copy failed since
-    the last of them; ``edge_bytes`` counts bytes by source; ``stalled`` is the error of the last outcome, if the copy
-    can continue, ``last_error`` that of the last copy that stalled or failed. ``disk_full``: the last write found no
-    space; ``lacks_room``: no room can be made for the next copy until something changes; on a rank other than 0: it was
-    asked for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and grows by each try; else it is 0."""
+    ``arrivals`` counts the copies that the tier has received; ``edge_bytes`` counts bytes by source; ``stalled`` is the
+    error of the last outcome, if the copy can continue, ``last_error`` that of the last copy that stalled or failed.
+    ``disk_full``: the last write found no space; ``lacks_room``: no room can be made for the next copy until something
+    changes; on a rank other than 0: it was asked for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and
+    grows by each try; else it is 0."""
 
     def __init__(self, tier: str, *, limits: LaneLimits, context: Context) -> None:
         self.tier = tier
@@ -166,7 +166,6 @@ class FlushLane:
         self.last_error: BaseException | None = None
         self.edge_bytes: dict[str, int] = {}
         self.arrivals = 0
-        self.failed: set[CheckpointId] = set()
 
     # Driving ---------------------------------------------------------------------------------------
 
@@ -464,7 +463,6 @@ class FlushLane:
         """Delay the next copy after ``error``, longer after each consecutive failure."""
         self.last_error = error
         self.tries += 1
-        self.failed.add(entry.id)
         self.not_before_s = now_s + self._wait_s(self.tries)
         if self.failing_since_s is None:
             self.failing_since_s = now_s
@@ -475,10 +473,14 @@ class FlushLane:
     def rounds_failed(self, entry: LedgerEntry) -> int:
         """Return how many rounds of tries of a copy have failed: copies with fewer come first. 0 once another copy was
         committed on the tier."""
-        failures = entry.failures.get(self.tier)
-        if failures is None or failures.arrivals != self.arrivals:
+        if not self.has_failed(entry):
             return 0
-        return failures.count // TRIES_BEFORE_REPORT
+        return entry.failures[self.tier].count // TRIES_BEFORE_REPORT
+
+    def has_failed(self, entry: LedgerEntry) -> bool:
+        """Return whether a copy has failed since the tier has received one."""
+        failures = entry.failures.get(self.tier)
+        return failures is not None and failures.count > 0 and failures.arrivals == self.arrivals
 
     def failing_for_s(self, now_s: float) -> float:
         return 0.0 if self.failing_since_s is None else now_s - self.failing_since_s
@@ -490,7 +492,6 @@ class FlushLane:
     def succeeded(self, entry: LedgerEntry) -> None:
         self._sources.forget(entry.id)
         self.arrivals += 1
-        self.failed.clear()
         self.tries = 0
         self.last_error = None
         self.failing_since_s = None

@@ -18,6 +18,7 @@ from tierfall.core.flush.lane import FlushLane
 from tierfall.core.flush.tasks import AdmissionRequest, CopyRun, Event, Outcome
 from tierfall.core.flush.throttle import Backlog
 from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.types import events
 from tierfall.core.types.errors import CapacityError, FlushError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, WhenFull
@@ -305,10 +306,12 @@ class Admissions(Component):
     def free(self, entry: LedgerEntry, reason: str = "deleted by a person") -> None:
         """Free the region of a checkpoint's image."""
         self._asked.discard(entry.id)
-        self._emitter.evicted(self._ledger.host, entry, reason)
+        host = self._ledger.host
+        size = entry.bytes.get(host, 0)
+        self._emitter.emit(events.Evicted, id=entry.id, tier=host, bytes=size, reason=reason)
         entry.free()
         entry.final_chunks = 0
-        entry.note_gone(self._ledger.host)
+        entry.note_gone(host)
         self._ledger.forget_if_gone(entry)
 
     def _release_given_up(self) -> None:

@@ -56,6 +56,7 @@ from tierfall.core.format.records import (
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import waited_s
+from tierfall.core.types import events
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
@@ -440,7 +441,8 @@ class Workers:
                 )
         except BaseException as error:
             self.failure = error
-            self._coordinator.emitter.failed("coordinate", error)
+            emit = self._coordinator.emitter.emit
+            emit(events.OperationFailed, doing="coordinate", reason=error)
             logger.exception("the coordinator stopped: nothing is flushed any more")
             stopped = TierfallError(
                 f"the coordinator stopped, nothing is flushed any more: {error!r}"
