@@ -65,7 +65,7 @@ LINES = {
     ("core/format",): 1_309,
     ("core/state", "core/tensors"): 3_639,
     ("core/image",): 2_314,
-    ("core/runtime",): 2_138,
+    ("core/runtime",): 2_141,
     ("core/ranks",): 2_157,
     ("core/capture", "core/sampling"): 3_901,
     ("core/restore", "core/load", "core/copies"): 7_219,

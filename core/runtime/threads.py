@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-logger = logging.getLogger("tierfall")
+from tierfall.core.runtime.conditions import Conditions
+
+_conditions = Conditions()
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -165,7 +167,8 @@ def helped_by(count: int, task: Callable[[], None], *, name: str) -> Iterator[No
             running.append(thread)
     except RuntimeError as error:
         found, wanted = len(running) + 1, count + 1
-        logger.warning("%s: goes on with %d of %d threads: %s", name, found, wanted, error)
+        text = "%s: goes on with %d of %d threads: %s"
+        _conditions.report(name, logging.WARNING, text, name, found, wanted, error)
     try:
         yield
     finally:
