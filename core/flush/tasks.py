@@ -18,7 +18,7 @@ from tierfall.core.capture.snapshot import (
 )
 from tierfall.core.copies.image_writes import ImageUpload, WritableStore
 from tierfall.core.copies.images import Image, ReadableStore
-from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.catalog import FoundCopy
 from tierfall.core.format.decided import Decided, DecidedList
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Attempt, Commit, Geometry, Manifest, NamedFile
@@ -41,8 +41,6 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
 
     @property
     def decided(self) -> DecidedStore: ...
-
-    def list(self) -> Listing: ...
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
 
