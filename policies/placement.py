@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from math import comb, nextafter
 
 from tierfall.core.types.view import NodeLosses, SurvivalChance
 
 CHANCES_BEYOND = 3
 """Chances are computed for so many losses more than an image has copies on other nodes."""
-ENUMERATED_MAX = 16
-"""The most nodes with images that depend on each other for which each loss is counted."""
 
 
 @dataclass(frozen=True)
@@ -53,37 +50,25 @@ class CopyPlacement:
         """Return the probability that every image has a holder left after the loss of so many nodes, any with the same
         chance; and whether that is exact, or a lower bound.
 
-        Exact where no more than ENUMERATED_MAX nodes depend on each other. Otherwise the bound counts a loss once for
-        each set of holders that it contains.
+        Exact if the sets of holders are disjoint. Otherwise the bound counts a loss once for each set that it contains.
         """
-        nodes = len(self.holders)
-        if losses <= self.copies:
+        nodes, width = len(self.holders), len(self.holders[0])
+        if losses < width:
             return 1.0, True
         if losses >= nodes:
             return 0.0, True
-        parts = _dependent(self.holders)
-        total = comb(nodes, losses)
-        if max(len(part) for part in parts) > ENUMERATED_MAX:
-            sets = len({frozenset(holders) for holders in self.holders})
-            width = self.copies + 1
-            return max(0.0, 1 - sets * comb(nodes - width, losses - width) / total), False
-        survived = [1]  # losses that cost nothing, by their number
-        counts = Counter(self._survived(part, losses) for part in parts)
-        for part, times in counts.items():
-            for _ in range(times):
-                survived = _product(survived, part, losses)
-        return (survived[losses] if losses < len(survived) else 0) / total, True
-
-    def _survived(self, part: tuple[int, ...], losses: int) -> tuple[int, ...]:
-        """Count the losses within ``part`` that cost nothing, by their number."""
-        at = {node: bit for bit, node in enumerate(part)}
-        sets = {sum(1 << at[node] for node in self.holders[owner]) for owner in part}
-        found = [0] * (min(losses, len(part)) + 1)
-        for count in range(len(found)):
-            for lost in combinations(range(len(part)), count):
-                mask = sum(1 << bit for bit in lost)
-                found[count] += all(mask & held != held for held in sets)
-        return tuple(found)
+        sets = len({frozenset(holders) for holders in self.holders})
+        is_disjoint = sets * width == nodes
+        most = losses // width if is_disjoint else 1
+        survived = (
+            sum(  # losses without those that contain a set, with those that contain two, and so on
+                (-1) ** count
+                * comb(sets, count)
+                * comb(nodes - count * width, losses - count * width)
+                for count in range(most + 1)
+            )
+        )
+        return max(0.0, survived / comb(nodes, losses)), is_disjoint
 
 
 def place_copies(domains: Sequence[str], copies: int) -> CopyPlacement:
@@ -143,30 +128,3 @@ def _placement(holders: Sequence[tuple[int, ...]], domains: Sequence[str]) -> Co
         if len({domains[node] for node in nodes}) < len(nodes)
     ]
     return CopyPlacement(holders=tuple(holders), crowded=tuple(crowded))
-
-
-def _dependent(holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Divide the nodes into parts, so that all holders of an image are in one part."""
-    part = list(range(len(holders)))
-
-    def first_of(node: int) -> int:
-        while part[node] != node:
-            part[node] = part[part[node]]
-            node = part[node]
-        return node
-
-    for owner, nodes in enumerate(holders):
-        for node in nodes:
-            part[first_of(node)] = first_of(owner)
-    members: dict[int, list[int]] = {}
-    for node in range(len(holders)):
-        members.setdefault(first_of(node), []).append(node)
-    return [tuple(each) for each in members.values()]
-
-
-def _product(one: Sequence[int], other: Sequence[int], degree_max: int) -> list[int]:
-    result = [0] * min(len(one) + len(other) - 1, degree_max + 1)
-    for i, a in enumerate(one):
-        for j, b in enumerate(other[: len(result) - i]):
-            result[i + j] += a * b
-    return result

@@ -186,7 +186,7 @@ def test_rank_0_plans_for_all_and_the_report_is_the_same_on_all(
 def test_a_deadline_of_any_rank_is_one_for_all(tmp_path: Path, ranks: list[Ranks]) -> None:
     checkpointers = slow_ranks(tmp_path, ranks)
     coordinators = [c._session.coordinator for c in checkpointers]
-    checkpointers[1]._session.call_soon(lambda: coordinators[1].share_deadline(1.6))
+    checkpointers[1]._session.call_soon(lambda: coordinators[1].drain_schedule.share(1.6))
     wait_until(lambda: coordinators[0].drain_schedule.active, "rank 0 has heard of it")
     assert not coordinators[1].drain_schedule.active, "rank 0 alone plans"
     wait_until(lambda: not coordinators[0].drain_schedule.active, "the deadline is over")

@@ -247,9 +247,7 @@ def test_what_was_found_unlike_and_not_named_yet_is_no_checkpoint_of_the_next_st
     save_whole(opened, 1, states)
     wait_sealed(opened)
     asked: list[Any] = []
-    monkeypatch.setattr(
-        ReplicaAssigner, "_on_all_digests", lambda self, id, bodies: asked.append(id)
-    )
+    monkeypatch.setattr(ReplicaAssigner, "_end_naming", lambda self, id, why: asked.append(id))
     for rank, state in enumerate(states):
         train(state, rank)
     handles = save_all(opened, 2, states)

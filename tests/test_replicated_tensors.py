@@ -80,7 +80,7 @@ def test_what_was_never_compared_is_no_checkpoint_of_the_next_start_either(
 ) -> None:
     received = threading.Event()
     # they die before rank 0 says anything
-    monkeypatch.setattr(GroupSeals, "on_gathered", lambda *news: received.set())
+    monkeypatch.setattr(GroupSeals, "on_all_complete", lambda *news: received.set())
     monkeypatch.setattr(TierCommits, "on_all_uploaded", lambda *news, **more: received.set())
     opened = open_all(tmp_path, ranks)
     states = [replica(rank, seed=rank) for rank in range(3)]

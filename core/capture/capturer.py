@@ -24,7 +24,6 @@ from tierfall.core.format.commit_files import raw_files
 from tierfall.core.format.records import Commit
 from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.public_calls import public_call
-from tierfall.core.runtime.threads import HelperThreads
 from tierfall.core.types.errors import CaptureError, StateChangedError, release_frames
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
@@ -64,7 +63,7 @@ class Capturer:
         self.barrier = Barrier(self._at_barrier, recorded=self._at_recording, on_step=on_step)
         self.evidence = LazyEvidence(self.barrier, checked=checked)
         self._storages = StorageWatch(self._at_freeing)
-        self.helpers = HelperThreads(threads - 1, f"tierfall-{name}-hash")
+        self.helpers = threads - 1
         self._thread = threading.Thread(
             target=self._run, name=f"tierfall-{name}-capture", daemon=True
         )
@@ -282,7 +281,6 @@ class Capturer:
                 self._settle()
                 continue
             if snapshot is None:
-                self.helpers.close()
                 return
             try:
                 self._capture(snapshot)

@@ -29,7 +29,7 @@ from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import CopyStream
-from tierfall.core.runtime.threads import NO_HELPERS, HelperThreads
+from tierfall.core.runtime.threads import helped_by
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.image_check import ImageCheck
 from tierfall.core.types.errors import CaptureError
@@ -69,14 +69,14 @@ class ImageCopier:
         slab: tuple[int, DeviceSlab] | None = None,
         pace: RateLimiter | None = None,
         check: ImageCheck | None = None,
-        helpers: HelperThreads = NO_HELPERS,
+        helpers: int = 0,
     ) -> None:
         """Copy those ``sources`` that are not captured lazily. ``targets`` and ``memory`` are the same region.
 
         ``streams`` copy from devices, by the places of the segmentation ``cutting``; ``slab`` is spare memory on one
         device, with its place. ``pace`` limits the rate of the capture thread, not of a thread at the barrier.
-        ``check`` compares the image with the present state. ``helpers`` hash with the capture thread if most of the
-        image comes from devices.
+        ``check`` compares the image with the present state. So many ``helpers`` hash with the capture thread if
+        most of the image comes from devices.
         """
         self._targets = targets
         self._memory = memory
@@ -109,7 +109,7 @@ class ImageCopier:
         self.hashed = False
         memory[: len(header)] = header
         self._check = check
-        self._helpers = helpers if cutting.mostly_on_devices else NO_HELPERS
+        self._helpers = helpers if cutting.mostly_on_devices else 0
         self._addresses: list[int] | None = None
         self._past_barrier = False
         self._copy_at_once()
@@ -417,7 +417,8 @@ class ImageCopier:
 
     def run(self) -> None:
         """The work of the capture thread: copy or launch in image order, and hash complete chunks, until done."""
-        with self._helpers.run(self._help_hashing):
+        name = f"{threading.current_thread().name}-hash"
+        with helped_by(self._helpers, self._help_hashing, name=name):
             try:
                 self._run()
             finally:

@@ -27,52 +27,39 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tierfall.core.flush.deleter import Deleter
-from tierfall.core.flush.drain import DrainSchedule
-from tierfall.core.flush.emitter import Context, image_bytes_of
+from tierfall.core.flush.emitter import Component, Context, image_bytes_of
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.flusher import CaptureEvents, Flusher
 from tierfall.core.flush.messages import (
     CommitFacts,
     CommittedBytes,
     CommittedCopy,
-    DeletedCopy,
-    DrainDeadline,
     GivenUpCopy,
+    ImageComplete,
+    ImagesAlike,
+    ImageSealed,
     ImageShare,
     LateRanks,
-    MessageKind,
     Ordinal,
-    Reason,
     SaveFailure,
-    ShardSealed,
     StuckCopy,
     UploadedFiles,
     WholeCheckpoint,
-    kind_of,
-    read_all,
     remember,
 )
 from tierfall.core.flush.replicas import ReplicaAssigner
-from tierfall.core.flush.tasks import CommitCopy, DeleteCopy, Outcome, RecordStart
-from tierfall.core.format.records import Commit, NamedFile
-from tierfall.core.ranks.message_tree import (
-    Bodies,
-    DecisionAnnounced,
-    MessagesGathered,
-    RankMessage,
-    RankReported,
-)
-from tierfall.core.ranks.messages import CheckpointTopic
+from tierfall.core.flush.tasks import CommitCopy, DeleteCopy, Outcome, StoreCall, TaskStore
+from tierfall.core.format.records import Attempt, Commit, NamedFile
+from tierfall.core.ranks.messages import Message
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import (
     CapacityError,
     CaptureError,
-    FencedError,
     FlushError,
     LostWriteError,
-    StorageFullError,
 )
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
@@ -99,7 +86,7 @@ class _PendingRecord:
     tries: int = 0
 
 
-class TierCommits:
+class TierCommits(Component):
     """Copies on tiers, from the uploads of the ranks to the commit record; see the module."""
 
     def __init__(
@@ -111,11 +98,7 @@ class TierCommits:
         on_committed: Callable[[str, LedgerEntry], None],
     ) -> None:
         """``on_committed`` is called with the tier and the checkpoint, after the ledger has it."""
-        self._ledger = context.ledger
-        self._group = context.group
-        self._messages = context.messages
-        self._dispatch = context.dispatch
-        self._wake_at = context.wake_at
+        super().__init__(context)
         self._flusher = flusher
         self._deleter = deleter
         self._on_committed = on_committed
@@ -127,6 +110,13 @@ class TierCommits:
         """On rank 0: the copies of which a rank has found its image, and not written it."""
         self._given_up: dict[_Copy, None] = {}
         """The copies that rank 0 has given up. The tier ``""`` stands for all tiers."""
+        receive = context.messages.receive
+        receive(UploadedFiles, gathered=self.on_all_uploaded, passed=self._on_node_uploaded)
+        receive(CommitFacts, announced=self._on_commit)
+        receive(CommittedBytes, gathered=self._on_all_committed)
+        receive(CommittedCopy, announced=self._on_committed_by_all)
+        receive(GivenUpCopy, reported=self._on_failed, announced=self._on_given_up)
+        receive(StuckCopy, reported=self._on_stuck_elsewhere, announced=self._on_stuck)
 
     # Giving up -------------------------------------------------------------------------------------
 
@@ -137,25 +127,23 @@ class TierCommits:
     def remember_given_up(self, tier: str, id: CheckpointId) -> None:
         remember(self._given_up, (tier, id), None)
 
-    def give_up(
-        self,
-        tier: str,
-        id: CheckpointId,
-        reason: str,
-        *,
-        by_rule: bool = False,
-        set_aside: bool = False,
-    ) -> None:
-        """Announce to all ranks that a copy is given up; for rank 0. See ``GivenUpCopy``."""
+    def give_up(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> None:
+        """Announce to all ranks, once, that a copy is given up; for rank 0."""
         if self.has_given_up(tier, id):
             return
         self.remember_given_up(tier, id)
         complete = (tier, id) in self._ledger.committing
         self._ledger.committing.discard((tier, id))
-        body = GivenUpCopy(reason=reason, complete=complete, by_rule=by_rule, set_aside=set_aside)
-        self._messages.announce(MessageKind.GIVEN_UP, id, tier, body)
+        self._messages.announce(replace(message, complete=complete), id, tier)
 
-    def on_given_up(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> None:
+    def _on_failed(self, tier: str, id: CheckpointId, failure: GivenUpCopy, rank: int) -> None:
+        """Decide for all ranks by one rank's report."""
+        reason = failure.reason
+        if not failure.by_rule:
+            reason = self._group.topology.name_rank(rank, reason)
+        self.give_up(tier, id, replace(failure, reason=reason))
+
+    def _on_given_up(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> None:
         entry = self._ledger.entries.get(id)
         error = self._error_of(tier, id, message.reason)
         remember(self._ledger.lost_copies, (tier, id), error)
@@ -164,7 +152,7 @@ class TierCommits:
             return  # applied when this rank saves the checkpoint
         self._delete_files(entry, tier, str(error), complete=message.complete)
         if message.by_rule:
-            self._flusher.queue.give_up_on_this_rank(entry, tier, message.reason)
+            self._flusher.give_up_by_rule(entry, tier, message.reason)
             self._flusher.stop_copy(entry, tier, error)
         elif message.set_aside and tier in entry.owed:
             self._flusher.set_aside(entry, tier, error)
@@ -207,7 +195,8 @@ class TierCommits:
         uploaded = self._uploaded.get((tier, entry.id))
         self._forget(entry, tier)
         record = self._pending.pop((tier, entry.id), None)
-        self._messages.forget(MessageKind.UPLOADED, entry.id, tier)
+        self._messages.forget(UploadedFiles, entry.id, tier)
+        self._messages.forget(CommittedBytes, entry.id, tier)
         if uploaded is None:
             return
         entry.set_state(tier, CopyState.ABSENT)
@@ -231,7 +220,13 @@ class TierCommits:
         self._ledger.committing.discard(copy)
         self._ledger.admitted.get(tier, {}).pop(entry.id, None)
 
-    def on_stuck(self, tier: str, id: CheckpointId, message: StuckCopy) -> None:
+    def _on_stuck_elsewhere(
+        self, tier: str, id: CheckpointId, message: StuckCopy, rank: int
+    ) -> None:
+        if not self.has_given_up(tier, id):
+            self._messages.announce(message, id, tier)
+
+    def _on_stuck(self, tier: str, id: CheckpointId, message: StuckCopy) -> None:
         if message.rank == self._group.topology.rank and tier in self._ledger.failing:
             return  # this rank detects the recovery of the tier itself
         if (entry := self._ledger.entries.get(id)) is not None:
@@ -261,18 +256,21 @@ class TierCommits:
         self._uploaded[tier, entry.id] = tuple(files)
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
         body = UploadedFiles(files=tuple(files), found=found)
-        self._messages.contribute(MessageKind.UPLOADED, entry.id, tier, body)
+        self._messages.contribute(body, entry.id, tier)
 
-    def on_all_uploaded(
-        self, tier: str, id: CheckpointId, bodies: Bodies, *, of_node_only: bool
+    def _on_node_uploaded(
+        self, tier: str, id: CheckpointId, uploads: Mapping[int, UploadedFiles]
     ) -> None:
-        """Continue a copy that all ranks have uploaded, or (``of_node_only``) all that are below this leader."""
-        uploads = read_all(UploadedFiles, bodies)
+        """All ranks below this leader of a node have uploaded their images of a copy."""
         if not (self._group.is_shared(tier) or tier in self._ledger.peer_tiers):
             local = self._group.topology.local_ranks
             self._of_node[tier, id] = files_of_all({rank: uploads[rank] for rank in local})
-        if of_node_only:
-            return
+
+    def on_all_uploaded(
+        self, tier: str, id: CheckpointId, uploads: Mapping[int, UploadedFiles]
+    ) -> None:
+        """Commit a copy that all ranks have uploaded."""
+        self._on_node_uploaded(tier, id, uploads)
         entry = self._ledger.entries.get(id)
         if entry is None or entry.commit is None or self.has_given_up(tier, id):
             return
@@ -287,16 +285,20 @@ class TierCommits:
             metrics=entry.commit.metrics,
             tags=entry.commit.tags,
         )
-        self._messages.announce(MessageKind.COMMIT, id, tier, facts)
+        self._messages.announce(facts, id, tier)
 
-    def on_commit(self, tier: str, entry: LedgerEntry, facts: CommitFacts) -> None:
+    def _on_commit(self, tier: str, id: CheckpointId, facts: CommitFacts) -> None:
         """Write the commit record of this node's images, or of this rank's, after all ranks have uploaded theirs."""
+        entry = self._ledger.entries.get(id)
+        if not self._ledger.owns(tier):  # this rank writes none
+            self._contribute_committed(tier, id, 0)
+            return
         if tier in self._ledger.peer_tiers:
-            files = self._uploaded.get((tier, entry.id))
+            files = self._uploaded.get((tier, id))
         else:
-            files = self._of_node.pop((tier, entry.id), None)
-        if files is None or entry.commit is None:
-            return  # this rank writes none
+            files = self._of_node.pop((tier, id), None)
+        if files is None or entry is None or entry.commit is None:
+            return
         if not files:  # no image is on this node
             self._contribute_committed(tier, entry.id, 0)
             return
@@ -377,32 +379,34 @@ class TierCommits:
                 self._wake_at(record.not_before_s)
 
     def _contribute_committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
-        body = CommittedBytes(bytes=stored_bytes)
-        of_node = tier not in self._ledger.peer_tiers
-        self._messages.contribute(MessageKind.NODE_COMMITTED, id, tier, body, leaders_only=of_node)
+        self._messages.contribute(CommittedBytes(bytes=stored_bytes), id, tier)
 
-    def on_all_committed(self, tier: str, id: CheckpointId, bodies: Bodies) -> None:
+    def _on_all_committed(
+        self, tier: str, id: CheckpointId, committed: Mapping[int, CommittedBytes]
+    ) -> None:
         if not self.has_given_up(tier, id):
-            committed = read_all(CommittedBytes, bodies)
             self._announce_committed(tier, id, {r: one.bytes for r, one in committed.items()})
 
     def _announce_committed(
         self, tier: str, id: CheckpointId, bytes_by_rank: Mapping[int, int]
     ) -> None:
         body = CommittedCopy(bytes_by_rank=bytes_by_rank, found=(tier, id) in self._found)
-        self._messages.announce(MessageKind.COMMITTED, id, tier, body)
+        self._messages.announce(body, id, tier)
 
-    def on_committed(self, tier: str, entry: LedgerEntry, message: CommittedCopy) -> None:
+    def _on_committed_by_all(self, tier: str, id: CheckpointId, message: CommittedCopy) -> None:
+        entry = self._ledger.entries.get(id)
+        if entry is None:
+            return
         self._ledger.stuck.pop(tier, None)
         self._forget(entry, tier)
         if tier in self._ledger.peer_tiers:
             entry.note_on_peers()
         here = (0,) if self._group.is_shared(tier) else self._group.topology.local_ranks
         size = sum(message.bytes_by_rank.get(rank, 0) for rank in here)
-        self._flusher.committed(tier, entry.id, size, found=message.found)
+        self._flusher.committed(tier, id, size, found=message.found)
         self._on_committed(tier, entry)
-        self._ledger.partial.discard((tier, entry.id))
-        self._ledger.on_few_nodes.pop((tier, entry.id), None)
+        self._ledger.partial.discard((tier, id))
+        self._ledger.on_few_nodes.pop((tier, id), None)
         self._delete_partial(tier, entry)
 
     def _delete_partial(self, tier: str, newer: LedgerEntry) -> None:
@@ -430,12 +434,12 @@ def files_of_all(uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:
 class _RankWait:
     """This rank waits for the others' contributions of one kind. ``flushed``: rank 0 was sent what there is."""
 
-    kind: MessageKind = MessageKind.SEALED
+    kind: type[Message] = ImageComplete
     since_s: float | None = None
     flushed: bool = False
 
 
-class GroupSeals:
+class GroupSeals(Component):
     """Saves, from the images of the ranks to one checkpoint in memory; see the module.
 
     An image that is to be compared is sealed only once the comparison is done: no later start could repeat it. A rank
@@ -451,9 +455,7 @@ class GroupSeals:
         tiers: Iterable[str],
         max_wait_s: float,
     ) -> None:
-        self._messages = context.messages
-        self._ledger = context.ledger
-        self._wake_at = context.wake_at
+        super().__init__(context)
         self._tier_commits = tier_commits
         self._saves = saves
         self._tiers = tuple(tiers)
@@ -468,6 +470,14 @@ class GroupSeals:
         self._waits: dict[CheckpointId, _RankWait] = {}
         self._reached: CheckpointId | None = None
         """Set once no rank saves any more: the last checkpoint that all ranks have begun to save, or restored."""
+        receive = context.messages.receive
+        receive(ImageComplete, gathered=self.on_all_complete)
+        receive(ImagesAlike, announced=self._on_alike)
+        receive(ImageSealed, gathered=self._on_all_sealed)
+        receive(WholeCheckpoint, announced=self._on_whole)
+        receive(LateRanks, reported=self._on_late)
+        receive(SaveFailure, reported=self._on_failed, announced=self._on_given_up)
+        receive(Ordinal, reported=self._on_ordinal_elsewhere, announced=self._on_ordinal)
 
     def contribute(self, entry: LedgerEntry) -> None:
         """This rank's image is complete."""
@@ -480,16 +490,18 @@ class GroupSeals:
             share = ImageShare(
                 structure=made.structure, assignment=made.assignment, digests=digests
             )
-        body = ShardSealed(ordinal=entry.ordinal, image_bytes=image_bytes_of(entry), share=share)
-        self._messages.contribute(MessageKind.SEALED, entry.id, body=body)
+        size = image_bytes_of(entry)
+        body = ImageComplete(ordinal=entry.ordinal, image_bytes=size, share=share)
+        self._messages.contribute(body, entry.id)
 
     # Rank 0 ----------------------------------------------------------------------------------------
 
-    def on_gathered(self, id: CheckpointId, bodies: Bodies) -> None:
-        """All ranks' images are complete, or sealed after the comparison."""
+    def on_all_complete(
+        self, tier: str, id: CheckpointId, images: Mapping[int, ImageComplete]
+    ) -> None:
+        """All ranks' images are complete."""
         if self._tier_commits.has_given_up("", id):
             return
-        images = read_all(ShardSealed, bodies)
         ordinals = {rank: image.ordinal for rank, image in images.items()}
         others = [rank for rank, ordinal in ordinals.items() if ordinal != ordinals[0]]
         if others:  # their images would not be restored together
@@ -504,17 +516,34 @@ class GroupSeals:
         if not self.replicas.images_agree(id, shares):
             self._tier_commits.remember_given_up("", id)
         elif any(share.digests is not None for share in shares.values()):
-            self._messages.announce(MessageKind.ALIKE, id)
+            self._messages.announce(ImagesAlike(), id)
         else:
-            remember(self._whole, id, None)
-            total = sum(image.image_bytes for image in images.values())
-            self._messages.announce(MessageKind.WHOLE, id, body=WholeCheckpoint(image_bytes=total))
+            self._on_all_sealed(tier, id, images)
 
-    def on_late(self, id: CheckpointId, late: LateRanks, rank: int) -> None:
+    def _on_all_sealed(
+        self, tier: str, id: CheckpointId, images: Mapping[int, ImageComplete | ImageSealed]
+    ) -> None:
+        """All ranks' images are sealed: the checkpoint is whole."""
+        if self._tier_commits.has_given_up("", id):
+            return
+        remember(self._whole, id, None)
+        total = sum(image.image_bytes for image in images.values())
+        self._messages.announce(WholeCheckpoint(image_bytes=total), id)
+
+    def _on_failed(self, tier: str, id: CheckpointId, failure: SaveFailure, rank: int) -> None:
+        """A save has failed on a rank."""
+        if self.replicas.end_naming(id) or self._tier_commits.has_given_up("", id):
+            return
+        text = self._ledger.group.topology.name_rank(rank, failure.text)
+        self.give_up(id, replace(failure, text=text))
+
+    def _on_late(self, tier: str, id: CheckpointId, late: LateRanks, rank: int) -> None:
         """A rank has waited too long for the others, or waits in vain."""
+        if self.replicas.end_naming(id) or self._tier_commits.has_given_up("", id):
+            return
         if id in self._whole or any(of == id for _, of in self._ledger.committing):
             return  # the last of them contributed just now, or has uploaded its image
-        kinds = (MessageKind.SEALED, MessageKind.COMPARED)
+        kinds = (ImageComplete, ImageSealed)
         missing = [other for kind in kinds for other in self._messages.missing(kind, id)]
         who = format_ranks(missing) if missing else "another rank"
         when = "before the training ended"
@@ -526,21 +555,28 @@ class GroupSeals:
 
     def _announce_ordinal(self, ordinal: int) -> None:
         """Have all ranks count at least so many checkpoints."""
-        self._messages.announce_of_run(MessageKind.ORDINAL, Ordinal(ordinal=ordinal))
+        self._messages.announce(Ordinal(ordinal=ordinal))
+
+    def _on_ordinal_elsewhere(self, message: Ordinal, rank: int) -> None:
+        self._messages.announce(message)
 
     def give_up(self, id: CheckpointId, failure: SaveFailure) -> None:
         """Have all ranks give a save up."""
         self._tier_commits.remember_given_up("", id)
-        self._messages.announce(MessageKind.SAVE_GIVEN_UP, id, body=failure)
+        self._messages.announce(failure, id)
 
     # Every rank ------------------------------------------------------------------------------------
 
-    def on_alike(self, entry: LedgerEntry) -> None:
+    def _on_ordinal(self, message: Ordinal) -> None:
+        self._ledger.least_ordinal = max(self._ledger.least_ordinal, message.ordinal)
+
+    def _on_alike(self, tier: str, id: CheckpointId, message: ImagesAlike) -> None:
         """Seal an image that was compared, if it is not sealed yet. The checkpoint is whole once all ranks have sealed:
         a kill before could leave a newer image to some ranks and an older one to others."""
-        if entry.failed:
+        entry = self._ledger.entries.get(id)
+        if entry is None or entry.failed:
             return
-        self.replicas.compared(entry.id)
+        self.replicas.compared(id)
         if entry.share is not None and entry.share.digests is not None:
             assert entry.region is not None
             assert entry.manifest is not None
@@ -549,26 +585,28 @@ class GroupSeals:
             entry.share.digests = None
             if entry.handle is not None:
                 entry.handle.on_captured()
-        self._waits[entry.id] = _RankWait(MessageKind.COMPARED)
-        body = ShardSealed(ordinal=entry.ordinal, image_bytes=image_bytes_of(entry))
-        self._messages.contribute(MessageKind.COMPARED, entry.id, body=body)
+        self._waits[id] = _RankWait(ImageSealed)
+        self._messages.contribute(ImageSealed(image_bytes=image_bytes_of(entry)), id)
 
-    def on_whole(self, entry: LedgerEntry, whole: WholeCheckpoint) -> None:
-        self._waits.pop(entry.id, None)
+    def _on_whole(self, tier: str, id: CheckpointId, whole: WholeCheckpoint) -> None:
+        entry = self._ledger.entries.get(id)
+        if entry is None:
+            return
+        self._waits.pop(id, None)
         entry.image_bytes = whole.image_bytes
         entry.awaiting_ranks = False
         if entry.state(self._ledger.host) is CopyState.ARRIVING:
             entry.set_state(self._ledger.host, CopyState.SEALED)
 
-    def on_given_up(self, id: CheckpointId, failure: SaveFailure) -> None:
+    def _on_given_up(self, tier: str, id: CheckpointId, failure: SaveFailure) -> None:
         entry = self._ledger.entries.get(id)
         reason = self.replicas.named(failure)
         kind = CapacityError if failure.outcome is not SaveOutcome.FAILED else CaptureError
         error = kind(f"save of step {id.step} is given up by all ranks: {reason}")
         self._waits.pop(id, None)
         self.replicas.save_given_up(id)
-        self._messages.forget(MessageKind.SEALED, id)
-        self._messages.forget(MessageKind.COMPARED, id)
+        self._messages.forget(ImageComplete, id)
+        self._messages.forget(ImageSealed, id)
         remember(self._ledger.lost_saves, id, (error, failure.outcome))
         self._tier_commits.give_up_everywhere(self._tiers, id, entry, reason)
         if entry is not None:
@@ -596,7 +634,7 @@ class GroupSeals:
                 del self._waits[id]
                 ordinal = self._ledger.entries[id].ordinal if id in self._ledger.entries else 0
                 body = LateRanks(ordinal=ordinal, ended=self._is_past_end(id))
-                self._messages.report(MessageKind.LATE, id, body=body)
+                self._messages.report(body, id)
                 continue
             elif now_s >= wait.since_s + bound_s / 2 and not wait.flushed:
                 wait.flushed = True
@@ -609,194 +647,7 @@ class GroupSeals:
         return reached is not None and id.attempt == reached.attempt and id.step > reached.step
 
 
-class Commits:
-    """Receives the messages about saves and copies, and about the run."""
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        tiers: Iterable[str],
-        flusher: Flusher,
-        deleter: Deleter,
-        saves: CaptureEvents,
-        drain_schedule: DrainSchedule,
-        on_committed: Callable[[str, LedgerEntry], None],
-        try_again: Callable[[], None],
-        max_wait_s: float,
-    ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
-        self._messages = context.messages
-        self._flusher = flusher
-        self._deleter = deleter
-        self._drain_schedule = drain_schedule
-        self._try_again = try_again
-        self.copies = TierCommits(
-            context, flusher=flusher, deleter=deleter, on_committed=on_committed
-        )
-        self.seals = GroupSeals(
-            context, tier_commits=self.copies, saves=saves, tiers=tiers, max_wait_s=max_wait_s
-        )
-        self.replicas = self.seals.replicas
-
-    def share_deadline(self, left_s: float) -> None:
-        """Have all ranks drain for a deadline that this rank knows: rank 0 announces it."""
-        body = DrainDeadline(left_s=left_s)
-        if self._group.decides:
-            self._messages.announce_of_run(MessageKind.DRAIN, body)
-        else:
-            self._messages.report_of_run(MessageKind.DRAIN, body)
-
-    def begin_drain(self, asker: object, until_s: float) -> None:
-        """Work towards a deadline until ``asker`` ends it or it has passed; what waits is tried at once."""
-        self._try_again()
-        self._drain_schedule.begin(asker, until_s, self._ledger.now_s)
-
-    def on_message(self, news: RankMessage) -> None:
-        kind = kind_of(news)
-        match news:
-            case RankReported() if kind in _OF_RUN:
-                self._on_run_report(kind, news)
-            case DecisionAnnounced() if kind in _OF_RUN:
-                self._on_run_decision(kind, news.body)
-            case MessagesGathered():
-                self._on_gathered(CheckpointTopic.parse(news.topic), news)
-            case RankReported():
-                self._on_report(CheckpointTopic.parse(news.topic), news)
-            case DecisionAnnounced():
-                self._on_decision(CheckpointTopic.parse(news.topic), news.body)
-
-    def _on_run_report(self, kind: str, news: RankReported) -> None:
-        rank, body = news.rank, news.body
-        match kind:
-            case MessageKind.DRAIN:
-                left_s = DrainDeadline.from_json(body, rank=rank).left_s
-                self.begin_drain(f"rank {rank}", self._ledger.now_s + left_s)
-                self.share_deadline(left_s)
-            case MessageKind.ORDINAL:
-                ordinal = Ordinal.from_json(body, rank=rank)
-                self._messages.announce_of_run(MessageKind.ORDINAL, ordinal)
-            case MessageKind.FENCED:
-                text = self._group.topology.name_rank(rank, Reason.from_json(body, rank=rank).text)
-                self._messages.announce_of_run(MessageKind.FENCED, Reason(text=text))
-
-    def _on_run_decision(self, kind: str, body: object) -> None:
-        match kind:
-            case MessageKind.DRAIN if not self._group.decides:  # rank 0 plans for it
-                left_s = DrainDeadline.from_json(body, rank=0).left_s
-                self.begin_drain("rank 0", self._ledger.now_s + left_s)
-            case MessageKind.ORDINAL:
-                ordinal = Ordinal.from_json(body, rank=0).ordinal
-                self._ledger.least_ordinal = max(self._ledger.least_ordinal, ordinal)
-            case MessageKind.FENCED:
-                self._flusher.fence(FencedError(Reason.from_json(body, rank=0).text))
-
-    def _on_gathered(self, topic: CheckpointTopic, news: MessagesGathered) -> None:
-        id, tier = topic.id, topic.tier
-        if topic.kind == MessageKind.UPLOADED:
-            self.copies.on_all_uploaded(tier, id, news.bodies, of_node_only=news.passed)
-        elif topic.kind in (MessageKind.SEALED, MessageKind.COMPARED) and not news.passed:
-            self.seals.on_gathered(id, news.bodies)
-        elif topic.kind == MessageKind.NODE_COMMITTED and not news.passed:
-            self.copies.on_all_committed(tier, id, news.bodies)
-
-    def _on_report(self, topic: CheckpointTopic, news: RankReported) -> None:
-        """Decide for all ranks, once, by one rank's report."""
-        id, tier, rank, body = topic.id, topic.tier, news.rank, news.body
-        if topic.kind in (MessageKind.LATE, MessageKind.SAVE_FAILED) and self.replicas.end_naming(
-            id
-        ):
-            return
-        if self.copies.has_given_up(tier, id):
-            return
-        match topic.kind:
-            case MessageKind.LATE:
-                self.seals.on_late(id, LateRanks.from_json(body, rank=rank), rank)
-            case MessageKind.SAVE_FAILED:
-                failure = SaveFailure.from_json(body, rank=rank)
-                text = self._group.topology.name_rank(rank, failure.text)
-                self.seals.give_up(id, replace(failure, text=text))
-            case MessageKind.FULL:
-                self._on_full(tier, id, rank, Reason.from_json(body, rank=rank).text)
-            case MessageKind.STUCK:
-                stuck = StuckCopy(rank=rank, reason=Reason.from_json(body, rank=rank).text)
-                self._messages.announce(MessageKind.STUCK, id, tier, stuck)
-            case MessageKind.GIVE_UP:
-                reason = Reason.from_json(body, rank=rank).text
-                self.copies.give_up(tier, id, reason, by_rule=True)
-            case MessageKind.COPY_FAILED | MessageKind.SET_ASIDE:
-                text = self._group.topology.name_rank(rank, Reason.from_json(body, rank=rank).text)
-                set_aside = topic.kind == MessageKind.SET_ASIDE
-                self.copies.give_up(tier, id, text, set_aside=set_aside)
-
-    def _on_full(self, tier: str, id: CheckpointId, rank: int, text: str) -> None:
-        """A rank has found no space on the disk of its node."""
-        entry = self._ledger.entries.get(id)
-        if entry is not None and tier in entry.owed:
-            error = StorageFullError(self._group.topology.name_rank(rank, text))
-            self._flusher.on_full_elsewhere(tier, entry, error)
-
-    def _on_decision(self, topic: CheckpointTopic, body: object) -> None:
-        id, tier = topic.id, topic.tier
-        match topic.kind:
-            case MessageKind.ADMITTED:
-                self._ledger.admitted.setdefault(tier, {})[id] = None
-            case MessageKind.SAVE_GIVEN_UP:
-                self.seals.on_given_up(id, SaveFailure.from_json(body, rank=0))
-            case MessageKind.STUCK:
-                self.copies.on_stuck(tier, id, StuckCopy.from_json(body, rank=0))
-            case MessageKind.GIVEN_UP:
-                self.copies.on_given_up(tier, id, GivenUpCopy.from_json(body, rank=0))
-            case _ if (entry := self._ledger.entries.get(id)) is not None:
-                self._on_decision_of(entry, topic, body)
-
-    def _on_decision_of(self, entry: LedgerEntry, topic: CheckpointTopic, body: object) -> None:
-        """Apply a decision about a checkpoint that this rank has."""
-        tier = topic.tier
-        match topic.kind:
-            case MessageKind.ALIKE:
-                self.seals.on_alike(entry)
-            case MessageKind.WHOLE:
-                self.seals.on_whole(entry, WholeCheckpoint.from_json(body, rank=0))
-            case MessageKind.COMMIT:
-                self.copies.on_commit(tier, entry, CommitFacts.from_json(body, rank=0))
-            case MessageKind.COMMITTED:
-                self.copies.on_committed(tier, entry, CommittedCopy.from_json(body, rank=0))
-            case MessageKind.DELETE_COPY if not self._group.decides:  # else it is under way
-                self._on_deleted(entry, tier, DeletedCopy.from_json(body, rank=0))
-
-    def _on_deleted(self, entry: LedgerEntry, tier: str, message: DeletedCopy) -> None:
-        """Rank 0 deletes a copy: delete what this node has of it, if only its leader can."""
-        self._flusher.on_room_elsewhere(tier)
-        is_shared = self._group.is_shared(tier)
-        if entry.pinned and not is_shared:  # pinned meanwhile: this part stays
-            self._ledger.partial.add((tier, entry.id))
-        if is_shared or entry.pinned or not self._ledger.owns(tier):
-            entry.note_gone(tier)
-            self._ledger.forget_if_gone(entry)
-            return
-        self._deleter.delete(
-            DeleteCopy(
-                tier=tier,
-                id=entry.id,
-                reason=message.reason,
-                known=self._ledger.decided,
-                next_latest=message.next_latest,
-            )
-        )
-
-    def tick(self, now_s: float) -> None:
-        """Try again what is due, and report waits that are over."""
-        self.copies.tick(now_s)
-        self.seals.tick(now_s)
-
-
-_OF_RUN = (MessageKind.DRAIN, MessageKind.ORDINAL, MessageKind.FENCED)
-"""What is about the run, and no checkpoint: the topic has no other part."""
-
-
-class StartRecords:
+class StartRecords(Component):
     """Records of where this attempt began, on tiers that hold abandoned checkpoints and none of this attempt yet.
 
     A tier that receives few checkpoints may receive none of the new lineage before the tiers that have some are lost.
@@ -804,8 +655,7 @@ class StartRecords:
     """
 
     def __init__(self, context: Context, *, tiers: Iterable[str]) -> None:
-        self._ledger = context.ledger
-        self._dispatch = context.dispatch
+        super().__init__(context)
         self._tiers = frozenset(tiers)
         self._recorded: set[tuple[str, int]] = set()
         self._conditions = Conditions()
@@ -827,20 +677,30 @@ class StartRecords:
                 entry.id in abandoned and entry.state(other) is CopyState.COMMITTED
                 for entry in self._ledger.entries.values()
             ):
-                self._dispatch(RecordStart(tier=other, id=commit.lineage.checkpoint, commit=commit))
+                self._dispatch(
+                    StoreCall(
+                        tier=other,
+                        call=partial(_record, commit),
+                        then=partial(self._on_recorded, attempt),
+                    )
+                )
 
-    def on_outcome(self, outcome: Outcome) -> None:
+    def _on_recorded(self, number: int, outcome: Outcome) -> None:
         """Apply an outcome. After a failure the record is written with the next commit."""
-        task = outcome.task
-        assert isinstance(task, RecordStart)
-        number = task.id.attempt
+        tier = outcome.task.tier
         if outcome.error is not None:
             self._conditions.report(
-                (task.tier, number), logging.WARNING,
+                (tier, number), logging.WARNING,
                 "%s: the start of attempt %d is not recorded yet: %s",
-                task.tier, number, outcome.error,
+                tier, number, outcome.error,
             )  # fmt: skip
-            self._recorded.discard((task.tier, number))
+            self._recorded.discard((tier, number))
         else:
             text = "%s: the start of attempt %d is recorded"
-            self._conditions.end((task.tier, number), text, task.tier, number)
+            self._conditions.end((tier, number), text, tier, number)
+
+
+def _record(commit: Commit, store: TaskStore, attempt: Attempt) -> None:
+    number = commit.lineage.checkpoint.attempt
+    store.check_newest(attempt, doing=f"record of attempt {number}")
+    store.record_lineage(commit, attempt)

@@ -22,17 +22,17 @@ from tierfall.core.capture.snapshot import (
     HostMemory,
     SaveGivenUp,
 )
-from tierfall.core.flush.commits import Commits, StartRecords
-from tierfall.core.flush.decisions import DamageReports, Decisions
+from tierfall.core.flush.commits import GroupSeals, StartRecords, TierCommits
+from tierfall.core.flush.decisions import Decisions
 from tierfall.core.flush.deleter import DecidedLists, Deleter
 from tierfall.core.flush.drain import DrainSchedule
 from tierfall.core.flush.emitter import Context, EventEmitter
 from tierfall.core.flush.external_commits import ExternalCommits
 from tierfall.core.flush.facts import Ledger, LedgerEntry
-from tierfall.core.flush.flusher import CaptureEvents, Flusher, FlushQueue, TierRoom
+from tierfall.core.flush.flusher import CaptureEvents, Flusher
 from tierfall.core.flush.lane import FlushLane, LaneLimits
-from tierfall.core.flush.memory import Admissions, LeftoverMemory, Superseder
-from tierfall.core.flush.messages import Messages, kind_of
+from tierfall.core.flush.memory import Admissions, LeftoverMemory
+from tierfall.core.flush.messages import FoundDamage, Messages
 from tierfall.core.flush.tasks import (
     AbortShard,
     AddDecided,
@@ -46,13 +46,11 @@ from tierfall.core.flush.tasks import (
     Event,
     FinishCopy,
     LedgerQuery,
-    NoteDamage,
     OpenCheck,
     OpenShard,
     Outcome,
-    ReadCommit,
     ReadDecided,
-    RecordStart,
+    StoreCall,
     Task,
     Uploaded,
 )
@@ -64,22 +62,17 @@ from tierfall.core.ranks.message_tree import (
     DecisionAnnounced,
     MessagesGathered,
     MessageTree,
-    RankMessage,
     RankReported,
 )
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.types.errors import BackendError, FencedError
+from tierfall.core.types.errors import FencedError
 from tierfall.core.types.events import Notify, ignore
 from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
-from tierfall.core.types.view import DrainDecision
 from tierfall.policies.flush import still_owed
 
 logger = logging.getLogger("tierfall")
 
-ABORT_S = 1.0
-"""Bound in seconds on aborting the writer of a refused copy: the aborting thread may be the one that closes the run."""
 LOOKS = (ReadDecided, OpenCheck, CheckChunk)
 """Tasks that change no tier. A wait until all tasks have ended leaves these out."""
 
@@ -203,20 +196,15 @@ class Coordinator:
         )
         self.backlog = Backlog(context)
         self.throttle = Throttle(context, backlog=self.backlog, set_pace=set_pace)
-        self.drain_schedule = DrainSchedule(context, lanes=self.lanes, throttle=self.throttle)
-        self.flush_queue = FlushQueue(context, drain_schedule=self.drain_schedule)
+        self.drain_schedule = DrainSchedule(
+            context, lanes=self.lanes, throttle=self.throttle, try_again=self.try_again
+        )
         self._flusher = Flusher(
             context,
             lanes=self.lanes,
             deleter=self.deleter,
-            queue=self.flush_queue,
-            room=TierRoom(
-                context,
-                lanes=self.lanes,
-                deleter=self.deleter,
-                verifier=self.verifier,
-                queue=self.flush_queue,
-            ),
+            verifier=self.verifier,
+            drain_schedule=self.drain_schedule,
             backlog=self.backlog,
             max_wait_s=max_wait_s,
         )
@@ -226,7 +214,7 @@ class Coordinator:
             context,
             host=host,
             flusher=self._flusher,
-            superseder=Superseder(context, lanes=self.lanes),
+            lanes=self.lanes,
             backlog=self.backlog,
             leftovers=leftovers,
             when_full=when_full,
@@ -235,21 +223,23 @@ class Coordinator:
         self._captures = CaptureEvents(
             context, lanes=self.lanes, flusher=self._flusher, backlog=self.backlog
         )
-        self.commits = Commits(
+        self.copies = TierCommits(
             context,
-            tiers=lanes,
             flusher=self._flusher,
             deleter=self.deleter,
-            saves=self._captures,
-            drain_schedule=self.drain_schedule,
             on_committed=self._on_committed,
-            try_again=self.try_again,
+        )
+        self.seals = GroupSeals(
+            context,
+            tier_commits=self.copies,
+            saves=self._captures,
+            tiers=lanes,
             max_wait_s=max_wait_s,
         )
-        self.replicas = self.commits.replicas
-        self._decisions = Decisions(
+        self.replicas = self.seals.replicas
+        self.decisions = Decisions(
             context,
-            copies=self.commits.copies,
+            copies=self.copies,
             lanes=self.lanes.values(),
             deleter=self.deleter,
             admissions=self._admissions,
@@ -260,18 +250,6 @@ class Coordinator:
         )
         self._start_records = StartRecords(context, tiers=lanes)
         self.external_commits = ExternalCommits(context, on_commit=self._on_external_commit)
-        self._damage_reports = DamageReports(context, tiers=lanes, deleter=self.deleter)
-        listening = (
-            self._decisions,
-            self.verifier,
-            self._damage_reports,
-            self.external_commits,
-            self.replicas,
-        )
-        self._listeners: dict[str, Callable[[RankMessage], None]] = {
-            kind: component.on_message for component in listening for kind in component.KINDS
-        }
-        """What receives messages of a kind; ``commits`` receives the others."""
 
     def _message_tree_of_one(self) -> MessageTree:
         ranks = Ranks.alone()
@@ -283,7 +261,7 @@ class Coordinator:
     def start(self) -> None:
         """Determine, from what was found at open, which copies are owed and what is to be deleted."""
         self._note_owed()
-        self._decisions.start()
+        self.decisions.start()
 
     def begin_anew(self) -> None:
         """This start continues no checkpoint: the rules of the tiers may be applied."""
@@ -305,7 +283,7 @@ class Coordinator:
                 entry.handle.on_stopped(error)
             entry.owed = frozenset()
         self.replicas.stop()
-        self._decisions.fail_all(error)
+        self.decisions.fail_all(error)
         self._admissions.fail_all(error)
 
     def _note_owed(self, only: LedgerEntry | None = None) -> None:
@@ -339,7 +317,7 @@ class Coordinator:
         has_news = self._admissions.observe(handled)
         self.drain_schedule.tick(now_s)
         for _ in range(2):  # a change by one of them may be what another waits for
-            self._decisions.advance(now_s)
+            self.decisions.advance(now_s)
             for lane in self.lanes.values():
                 self._flusher.drive(lane, now_s, begin=True, has_news=has_news)
             self._admissions.try_admit(now_s)
@@ -347,7 +325,8 @@ class Coordinator:
             self._flusher.drive(lane, now_s, begin=False)
         self.backlog.tick(now_s)
         self.throttle.adjust(now_s)
-        self.commits.tick(now_s)
+        self.copies.tick(now_s)
+        self.seals.tick(now_s)
         if self.fenced is None:
             self.deleter.retry(now_s)
             self._collect_unfinished()
@@ -392,16 +371,12 @@ class Coordinator:
 
     def _on_capture_sealed(self, event: CaptureSealed) -> None:
         if (entry := self._captures.on_sealed(event)) is not None:
-            self.commits.seals.contribute(entry)
+            self.seals.contribute(entry)
 
     def _on_save_given_up(self, event: SaveGivenUp) -> None:
         """A save ended before its capture began."""
         self.replicas.save_begun(event.id)
         self._messages.report_save_failed(event.id, event.error, event.outcome)
-
-    def _on_message(self, news: RankMessage) -> None:
-        """Pass a message of another rank to the component that it is for."""
-        self._listeners.get(kind_of(news), self.commits.on_message)(news)
 
     def _on_query(self, query: LedgerQuery) -> None:
         try:
@@ -418,14 +393,18 @@ class Coordinator:
         self._flusher.on_task_error(outcome.error)
         _OUTCOME_HANDLERS[type(outcome.task)](self, outcome)
 
+    def _on_called(self, outcome: Outcome) -> None:
+        assert isinstance(outcome.task, StoreCall)
+        outcome.task.then(outcome)
+
     def _on_deleted(self, outcome: Outcome) -> None:
         task, now_s = outcome.task, self.ledger.now_s
         assert isinstance(task, DeleteCopy)
         if self.deleter.on_deleted(task, outcome, now_s):
             self._flusher.on_room_made(self.lanes[task.tier], now_s)
         if isinstance(outcome.value, DecidedList):
-            self._decisions.on_found(task.tier, outcome.value)
-        self._decisions.on_deleted(task, outcome)
+            self.decisions.on_found(task.tier, outcome.value)
+        self.decisions.on_deleted(task, outcome)
 
     def _on_copy_outcome(self, outcome: Outcome) -> None:
         task = outcome.task
@@ -437,10 +416,10 @@ class Coordinator:
             entry = active.entry
             self.emitter.flush_done(lane.tier, entry, lane.edge_bytes)
             if isinstance(done, Uploaded):
-                self.commits.copies.contribute(lane.tier, entry, done.files)
+                self.copies.contribute(lane.tier, entry, done.files)
             else:  # nobody else can have written a save of this start
                 files, found = files_of(done, entry.shard), entry.handle is None
-                self.commits.copies.contribute(lane.tier, entry, files, found=found)
+                self.copies.contribute(lane.tier, entry, files, found=found)
         elif lane.stalled is not None:
             self._flusher.stalled(lane, lane.stalled, self.ledger.now_s)
         elif isinstance(task, CopyRun) and outcome.error is None and lane.has_resumed():
@@ -451,7 +430,7 @@ class Coordinator:
         is_good = tier in entry.verified
         if is_good:
             self.verifier.on_committed(tier)
-        self._decisions.on_committed(tier)
+        self.decisions.on_committed(tier)
         if self.ledger.group.decides and self.fenced is None:
             self._start_records.committed(tier, entry.commit)
         if self._leftovers is not None and is_good and not self.ledger.restoring:
@@ -471,10 +450,6 @@ class Coordinator:
         """The error that reports a newer attempt: this process writes nothing more."""
         return self.ledger.fenced
 
-    def late_tiers(self, command: Command) -> tuple[str, ...]:
-        """Return the tiers whose answer a command waits for; none if something is still being read or written."""
-        return self._decisions.late_tiers(command)
-
     def found_damage(
         self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True
     ) -> None:
@@ -483,28 +458,14 @@ class Coordinator:
         if tier == self.ledger.host:
             self._captures.on_damage_found(id, why)
         else:
-            self._messages.report_damage(tier, id, why, repairable=repairable)
+            self._messages.report(FoundDamage(text=why, repairable=repairable), id, tier)
 
     def try_again(self) -> None:
         """Try at once whatever waits for its next try: a tier may work again."""
         for lane in self.lanes.values():
             lane.not_before_s = min(lane.not_before_s, self.ledger.now_s)
-        self.commits.copies.try_now()
+        self.copies.try_now()
         self.deleter.try_now()
-
-    def begin_drain(self, asker: object, until_s: float) -> tuple[DrainDecision, ...]:
-        """Work towards a deadline on the clock of ``step``, until ``asker`` ends it; return the outlook."""
-        self.commits.begin_drain(asker, until_s)
-        return self.drain_schedule.plan
-
-    def share_deadline(self, left_s: float) -> None:
-        """Let all ranks work towards a deadline that only this rank knows."""
-        self.commits.share_deadline(left_s)
-
-    def end_saves(self, reached: CheckpointId) -> None:
-        """Have all ranks give up the steps after ``reached`` of that attempt: no rank begins a save any more, and not
-        all have begun these."""
-        self.commits.seals.end_saves(reached)
 
     def owe_to_all_tiers(self, id: CheckpointId) -> None:
         """Owe a checkpoint that this process saved to every tier that has no copy of it and has not set it aside or
@@ -516,7 +477,7 @@ class Coordinator:
         if entry.snapshot is None and not is_here:
             return
         has_copy = entry.states.keys() | entry.damage.keys() | entry.set_aside.keys()
-        given_up = {tier for tier in self.lanes if self.commits.copies.has_given_up(tier, id)}
+        given_up = {tier for tier in self.lanes if self.copies.has_given_up(tier, id)}
         entry.owed |= self.lanes.keys() - has_copy - given_up
 
     def set_when_idle(self, bell: InterruptibleEvent, *, copies_only: bool = False) -> None:
@@ -529,7 +490,7 @@ class Coordinator:
 
     def busy(self) -> bool:
         """Return whether work is in progress, or a copy is owed to a tier that accepts copies and may begin."""
-        if self._tasks_out or self._decisions.busy() or self.deleter.busy():
+        if self._tasks_out or self.decisions.busy() or self.deleter.busy():
             return True
         return self._owes_copies()
 
@@ -556,22 +517,6 @@ class Coordinator:
         return tuple((e.id, tier) for e in entries for tier in sorted(e.set_aside))
 
 
-def _refuse_outcome(outcome: Outcome, error: BaseException) -> None:
-    """Abort the writer that a refused ``OpenShard`` has opened: no task will continue its copy."""
-    if not isinstance(outcome.task, OpenShard) or not isinstance(outcome.value, tuple):
-        return
-    writer, _ = outcome.value
-    if writer is None:
-        return
-    tier = outcome.task.tier
-    aborted = BoundedCalls().call_all({tier: writer.abort}, {tier: ABORT_S}, doing="abort")[tier]
-    match aborted.error:
-        case BackendError() as failure:
-            logger.warning("%s: an unfinished file remains: %s", tier, failure)
-        case _:
-            aborted.get()
-
-
 def _refuse_save(event: CaptureBegun, error: BaseException) -> None:
     event.snapshot.handle.on_given_up(SaveOutcome.FAILED, error)
 
@@ -582,9 +527,9 @@ _REFUSALS: dict[type[Any], Callable[[Any, BaseException], None]] = {
     LedgerQuery: lambda query, error: query.on_answer(None, error),
     Command: lambda command, error: command.on_answer({"tierfall": error}),
     AssignmentRequest: lambda request, error: request.on_answer(None),
-    Outcome: _refuse_outcome,
 }
-"""How an event of each type is refused. For other types no caller waits, and they are discarded."""
+"""How an event of each type is refused. For other types no caller waits, and they are discarded: what a copy has left
+on a tier, the next start collects."""
 
 _EVENT_HANDLERS: dict[type[Any], Callable[[Coordinator, Any], None]] = {
     AdmissionRequest: Coordinator._on_admission_request,
@@ -594,12 +539,12 @@ _EVENT_HANDLERS: dict[type[Any], Callable[[Coordinator, Any], None]] = {
     CaptureSealed: Coordinator._on_capture_sealed,
     CaptureFailed: lambda coordinator, event: coordinator._captures.on_failed(event),
     SaveGivenUp: Coordinator._on_save_given_up,
-    Command: lambda coordinator, event: coordinator._decisions.submit(event),
+    Command: lambda coordinator, event: coordinator.decisions.submit(event),
     LedgerQuery: Coordinator._on_query,
     Outcome: Coordinator._on_outcome,
-    MessagesGathered: Coordinator._on_message,
-    DecisionAnnounced: Coordinator._on_message,
-    RankReported: Coordinator._on_message,
+    MessagesGathered: lambda coordinator, news: coordinator._messages.on_message(news),
+    DecisionAnnounced: lambda coordinator, news: coordinator._messages.on_message(news),
+    RankReported: lambda coordinator, news: coordinator._messages.on_message(news),
 }
 
 _OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {
@@ -607,13 +552,11 @@ _OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {
     CopyRun: Coordinator._on_copy_outcome,
     FinishCopy: Coordinator._on_copy_outcome,
     AbortShard: Coordinator._on_copy_outcome,
-    CommitCopy: lambda coordinator, outcome: coordinator.commits.copies.on_outcome(outcome),
+    CommitCopy: lambda coordinator, outcome: coordinator.copies.on_outcome(outcome),
     DeleteCopy: Coordinator._on_deleted,
-    AddDecided: lambda coordinator, outcome: coordinator._decisions.on_added(outcome),
-    NoteDamage: lambda coordinator, outcome: coordinator._damage_reports.on_noted(outcome),
-    ReadDecided: lambda coordinator, outcome: coordinator._decisions.on_read(outcome),
-    ReadCommit: lambda coordinator, outcome: coordinator.external_commits.on_outcome(outcome),
-    RecordStart: lambda coordinator, outcome: coordinator._start_records.on_outcome(outcome),
+    AddDecided: lambda coordinator, outcome: coordinator.decisions.on_added(outcome),
+    StoreCall: Coordinator._on_called,
+    ReadDecided: lambda coordinator, outcome: coordinator.decisions.on_read(outcome),
     OpenCheck: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),
     CheckChunk: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),
 }

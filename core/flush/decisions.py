@@ -17,31 +17,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from tierfall.core.flush.commits import TierCommits
 from tierfall.core.flush.deleter import DELETED, DecidedLists, Deleter
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.facts import LedgerEntry, without
 from tierfall.core.flush.lane import FlushLane
 from tierfall.core.flush.memory import Admissions
-from tierfall.core.flush.messages import DecidedEntries, FoundDamage, MessageKind
+from tierfall.core.flush.messages import DecidedEntries, FoundDamage, GivenUpCopy
 from tierfall.core.flush.tasks import (
     AddDecided,
     Command,
     CommandKind,
     DeleteCopy,
-    NoteDamage,
     Outcome,
     ReadDecided,
+    StoreCall,
+    TaskStore,
 )
 from tierfall.core.flush.throttle import Backlog
 from tierfall.core.format.decided import Decided, DecidedList, Word
-from tierfall.core.ranks.message_tree import (
-    DecisionAnnounced,
-    RankMessage,
-    RankReported,
-)
-from tierfall.core.ranks.messages import CheckpointTopic
+from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import StepError, StorageFullError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -67,10 +64,8 @@ _OPPOSITES = {
 }
 
 
-class Decisions:
+class Decisions(Component):
     """What persons decide. ``unread`` are the tiers that could not be listed when the run was opened."""
-
-    KINDS = frozenset((MessageKind.DECIDED_FOUND, MessageKind.DECIDED))
 
     def __init__(
         self,
@@ -86,11 +81,7 @@ class Decisions:
         unread: Iterable[str],
     ) -> None:
         """``owned`` are the tiers whose lists this rank reads and adds to."""
-        self._messages = context.messages
-        self._ledger = context.ledger
-        self._group = context.group
-        self._dispatch = context.dispatch
-        self._wake_at = context.wake_at
+        super().__init__(context)
         self._copies = copies
         self._lanes = list(lanes)
         self._deleter = deleter
@@ -108,6 +99,13 @@ class Decisions:
         self._to_free: set[CheckpointId] = set()
         """Deleted checkpoints whose image in memory is still read or written."""
         self._conditions = Conditions()
+        self._tiers = {lane.tier for lane in self._lanes}
+        context.messages.receive(
+            FoundDamage, reported=self._on_damage_elsewhere, announced=self._on_damage
+        )
+        context.messages.receive(
+            DecidedEntries, reported=self._on_found_elsewhere, announced=self._on_decided
+        )
 
     def start(self) -> None:
         """Carry out what was decided before this start, and read the lists again from time to time."""
@@ -219,22 +217,19 @@ class Decisions:
                 f"{command.kind}: no tier that can be written to could note it for {command.id}: it holds until this "
                 "process ends"
             )
-        if command.failed or not self._is_overruled(command, entry):
-            return True
-        self._decide_on(command, entry)
-        return False
-
-    def _is_overruled(self, command: Command, entry: LedgerEntry) -> bool:
-        """Return whether another process has decided the opposite, by a higher number."""
         assert command.entry is not None
         opposite = _OPPOSITES.get(command.entry.word)
-        return any(
+        is_overruled = any(
             other.word is opposite
             and other.tag == command.tag
             and other.number > command.entry.number
             and other not in self._own
             for other in self._ledger.decided.of(entry.id, entry.attempt_id)
         )
+        if command.failed or not is_overruled:
+            return True
+        self._decide_on(command, entry)
+        return False
 
     def _is_adding(self, command: Command) -> bool:
         return any(added == command.entry for _, added in self._adding)
@@ -278,8 +273,7 @@ class Decisions:
         """Have all ranks know what is decided; for rank 0."""
         self._apply(new)
         if self._ledger.many_ranks:
-            body = DecidedEntries(names=new.names)
-            self._messages.announce_of_run(MessageKind.DECIDED, body)
+            self._messages.announce(DecidedEntries(names=new.names))
 
     def on_found(self, tier: str, found: DecidedList) -> None:
         """The list of a tier that this rank owns was read."""
@@ -290,8 +284,7 @@ class Decisions:
             if self._group.decides:
                 self._decide(new)
             else:
-                body = DecidedEntries(names=new.names)
-                self._messages.report_of_run(MessageKind.DECIDED_FOUND, body)
+                self._messages.report(DecidedEntries(names=new.names))
         self._add_missing(tier)
 
     def _note_damage(self, tier: str, new: DecidedList) -> None:
@@ -303,14 +296,16 @@ class Decisions:
                 and entry.state(tier) is CopyState.COMMITTED
                 and new.is_damaged(id, entry.attempt_id)
             ):
-                self._messages.report_damage(tier, id, "another process has found it damaged")
+                why = "another process has found it damaged"
+                self._messages.report(FoundDamage(text=why), id, tier)
 
-    def on_message(self, news: RankMessage) -> None:
-        assert isinstance(news, RankReported | DecisionAnnounced)
-        rank = news.rank if isinstance(news, RankReported) else 0
-        names = DecidedEntries.from_json(news.body, rank=rank).names
-        if new := DecidedList.parse(names) - self._ledger.decided:
-            (self._decide if isinstance(news, RankReported) else self._apply)(new)
+    def _on_found_elsewhere(self, message: DecidedEntries, rank: int) -> None:
+        if new := DecidedList.parse(message.names) - self._ledger.decided:
+            self._decide(new)
+
+    def _on_decided(self, message: DecidedEntries) -> None:
+        if new := DecidedList.parse(message.names) - self._ledger.decided:
+            self._apply(new)
 
     def _apply(self, new: DecidedList) -> None:
         for entry in self._ledger.learn(new):
@@ -335,7 +330,7 @@ class Decisions:
             if lane.is_copying(entry.id):
                 lane.give_up(StepError(f"{entry.id} was {DELETED}"))
             if self._group.decides and lane.tier in owed:  # some ranks may have uploaded images
-                self._copies.give_up(lane.tier, entry.id, why)
+                self._copies.give_up(lane.tier, entry.id, GivenUpCopy(reason=why))
         self._to_free.add(entry.id)
 
     def _delete_partial(self) -> None:
@@ -420,6 +415,40 @@ class Decisions:
                 if outcome.error is not None and not _frees_room(command, outcome.error):
                     command.failed[task.tier] = outcome.error
 
+    # Damage ----------------------------------------------------------------------------------------
+
+    def _on_damage_elsewhere(
+        self, tier: str, id: CheckpointId, damage: FoundDamage, rank: int
+    ) -> None:
+        entry = self._ledger.entries.get(id)
+        if entry is not None and entry.state(tier) is CopyState.COMMITTED:
+            text = self._group.topology.name_rank(rank, damage.text)
+            self._messages.announce(replace(damage, text=text), id, tier)
+
+    def _on_damage(self, tier: str, id: CheckpointId, damage: FoundDamage) -> None:
+        entry = self._ledger.entries.get(id)
+        if entry is None or entry.state(tier) is not CopyState.COMMITTED:
+            return  # it is known, or the copy was deleted meanwhile
+        why, repairable = damage.text, damage.repairable
+        repair = f"tierfall verify {entry.id} --tier {tier} --repair"
+        cure = f" (once the training has ended, '{repair}' rewrites it from a good copy)"
+        text = "%s: %s is damaged, and protects nothing: %s%s"
+        is_mended = repairable and tier not in self._ledger.peer_tiers
+        logger.error(text, tier, entry.id, why, cure if is_mended else "")
+        entry.note_damage(tier, why, repairable=repairable)
+        if not repairable:  # it is gone: no room can be made by its deletion
+            entry.bytes = without(entry.bytes, tier)
+        self._deleter.schedule_plan(tier)
+        owns = self._ledger.fenced is None and self._group.owns(tier)
+        if repairable and entry.commit is not None and tier in self._tiers and owns:
+            call = partial(_add_damage, entry.commit, why)
+            self._dispatch(StoreCall(tier=tier, call=call, then=partial(self._on_noted, id)))
+
+    def _on_noted(self, id: CheckpointId, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            text = "%s: the damage of %s could not be noted there: %s"
+            logger.warning(text, outcome.task.tier, id, outcome.error)
+
 
 def _is_leaving(entry: LedgerEntry) -> bool:
     """Return whether all copies of a checkpoint are being deleted."""
@@ -432,63 +461,6 @@ def _frees_room(command: Command, error: BaseException) -> bool:
     return command.kind is CommandKind.DELETE and isinstance(error, StorageFullError)
 
 
-class DamageReports:
-    """What readers find damaged. ``tiers`` are those that copies are flushed to."""
-
-    KINDS = frozenset((MessageKind.DAMAGE_FOUND,))
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        tiers: Iterable[str],
-        deleter: Deleter,
-    ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
-        self._tiers = frozenset(tiers)
-        self._deleter = deleter
-        self._messages = context.messages
-        self._dispatch = context.dispatch
-
-    def on_message(self, news: RankMessage) -> None:
-        topic = CheckpointTopic.parse(news.topic)
-        entry = self._ledger.entries.get(topic.id)
-        if entry is None or entry.state(topic.tier) is not CopyState.COMMITTED:
-            return  # it is known, or the copy was deleted meanwhile
-        match news:
-            case RankReported():
-                damage = FoundDamage.from_json(news.body, rank=news.rank)
-                text = self._group.topology.name_rank(news.rank, damage.text)
-                body = replace(damage, text=text)
-                self._messages.announce(MessageKind.DAMAGE_FOUND, topic.id, topic.tier, body)
-            case DecisionAnnounced():
-                damage = FoundDamage.from_json(news.body, rank=0)
-                self._record(entry, topic.tier, damage.text, damage.repairable)
-
-    def _record(self, entry: LedgerEntry, tier: str, why: str, repairable: bool) -> None:
-        repair = f"tierfall verify {entry.id} --tier {tier} --repair"
-        cure = f" (once the training has ended, '{repair}' rewrites it from a good copy)"
-        text = "%s: %s is damaged, and protects nothing: %s%s"
-        is_mended = repairable and tier not in self._ledger.peer_tiers
-        logger.error(text, tier, entry.id, why, cure if is_mended else "")
-        entry.note_damage(tier, why, repairable=repairable)
-        if not repairable:  # it is gone: no room can be made by its deletion
-            entry.bytes = without(entry.bytes, tier)
-        self._deleter.schedule_plan(tier)
-        if repairable:
-            self._note(entry, tier, why)
-
-    def _note(self, entry: LedgerEntry, tier: str, why: str) -> None:
-        """Note the damage on the tier, for later listings."""
-        if entry.commit is None or tier not in self._tiers:
-            return
-        if self._ledger.fenced is None and self._group.owns(tier):
-            self._dispatch(NoteDamage(tier=tier, id=entry.id, commit=entry.commit, why=why))
-
-    def on_noted(self, outcome: Outcome) -> None:
-        task = outcome.task
-        assert isinstance(task, NoteDamage)
-        if outcome.error is not None:
-            text = "%s: the damage of %s could not be noted there: %s"
-            logger.warning(text, task.tier, task.id, outcome.error)
+def _add_damage(commit: Commit, why: str, store: TaskStore, attempt: Attempt) -> None:
+    store.check_newest(attempt, doing=f"damage of {commit.lineage.checkpoint}")
+    store.note_damaged(commit, why)

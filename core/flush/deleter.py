@@ -12,14 +12,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.facts import Ledger, LedgerEntry, entry_of
-from tierfall.core.flush.messages import DeletedCopy, MessageKind
+from tierfall.core.flush.messages import DeletedCopy, FoundDamage
 from tierfall.core.flush.tasks import DeleteCopy, NotWholeError, Outcome
 from tierfall.core.format.decided import Decided, DecidedList, Word
 from tierfall.core.format.records import Commit
 from tierfall.core.runtime import retries
 from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.types import events
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.protection import surviving
@@ -56,97 +57,7 @@ class DecidedLists:
         return tier not in adding and (noted or not adding)
 
 
-class DeletionPlanner:
-    """What is to be deleted. ``busy`` checkpoints, which are being deleted, are left out."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._warned_metrics: set[str] = set()
-
-    def keeps_all(self, tier: str) -> bool:
-        """Return whether the rules of a tier keep every checkpoint that the ledger has, whatever their number."""
-        rules = self._ledger.rules_of(tier)
-        return not rules.retain and self._ledger.all_live
-
-    def plan(self, view: View, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
-        """Return what retention deletes from a tier now, damaged copies included."""
-        return [d for d in plan_drops(view, tier) if d.checkpoint not in busy]
-
-    def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
-        """Return the damaged copies on a tier that nobody reads."""
-        return [
-            e
-            for e in self._ledger.repairable()
-            if tier in e.repairable and e.state(tier) is CopyState.ABSENT
-            if e.leases.get(tier, 0) <= 0 and self._ledger.reading[e.id] <= 0
-        ]
-
-    def damaged_for_room(
-        self, view: View, tier: str, busy: Collection[CheckpointId]
-    ) -> tuple[list[Decision], list[CheckpointId]]:
-        """Return the damaged copies to delete first where a tier needs room, in this order, and the others.
-
-        Kept are: the checkpoint that this run was restored from, pinned ones, and those of which copies on several
-        tiers are damaged, since these may together contain all good bytes. All are kept until a good copy is known
-        that survives the same losses."""
-        rules = view.tier(tier)
-        good = view.restorable_on(surviving(view, rules.survives, rules))
-        continued = any(c.started_from == view.restored_from for c in good)
-        views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
-        deleted, kept = [], []
-        for entry in self._damaged_entries(tier):
-            began = entry.id == view.restored_from and not continued
-            together = not entry.is_whole and len(entry.damage) > 1
-            if not good or began or together or entry.pinned or entry.id in busy:
-                kept.append(entry.id)
-                continue
-            reason = "room is needed, and it is damaged"
-            size = entry.bytes.get(tier, 0)
-            deleted.append(
-                Decision(
-                    checkpoint=entry.id, tier=tier, verdict=Verdict.DROP, reason=reason, bytes=size
-                )
-            )
-        deleted.sort(key=lambda d: (views[d.checkpoint].live, d.checkpoint))
-        return deleted, kept
-
-    def warn_missing_metrics(self, view: View) -> None:
-        """Log, once per metric, that recent saves lack a metric of a rule, after one of them was evaluated."""
-        step = self._ledger.evaluated_at
-        evaluated = (c for c in view.checkpoints if c.id.step >= step)
-        if not any(c.readable for c in evaluated):
-            return
-        missing = missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
-        for metric in missing.keys() - self._warned_metrics:
-            self._warned_metrics.add(metric)
-            logger.warning("%s", missing[metric])
-
-    def deleted(self, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
-        """Return the copies on a tier that a person has deleted and that nobody reads, damaged ones too, and those
-        that could not be read."""
-        return [
-            Decision(
-                checkpoint=entry.id,
-                tier=tier,
-                verdict=Verdict.DROP,
-                reason=DELETED,
-                bytes=entry.bytes.get(tier, 0),
-            )
-            for entry in self._ledger.deleted()
-            if entry.has_record_on(tier) and entry.leases.get(tier, 0) <= 0 and entry.id not in busy
-        ]
-
-    def stay(self, tier: str, drops: Collection[CheckpointId]) -> tuple[CheckpointId, ...]:
-        """Return the newest live copies on a tier beside ``drops`` that this node has a part of."""
-        kept = (
-            entry.id
-            for entry in self._ledger.live_copies(tier)
-            if entry.id not in drops and not self._ledger.has_no_part(tier, entry.id)
-        )
-        return tuple(islice(kept, STAY))
-
-
-class Deleter:
+class Deleter(Component):
     """The deletions in progress, and the tiers where the next are to be planned.
 
     Rank 0 plans. Deletions from a tier are planned again after each change of any checkpoint, but only while none is in
@@ -154,14 +65,9 @@ class Deleter:
     """
 
     def __init__(self, context: Context, *, tiers: Iterable[str], lists: DecidedLists) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
-        self._planner = DeletionPlanner(context.ledger)
+        super().__init__(context)
+        self._warned_metrics: set[str] = set()
         self._lists = lists
-        self._messages = context.messages
-        self._emitter = context.emitter
-        self._dispatch = context.dispatch
-        self._wake_at = context.wake_at
         self._by_age_s: dict[str, float] = {}
         """By tier: when retention may next delete something by the age of a checkpoint alone."""
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
@@ -264,7 +170,7 @@ class Deleter:
 
     def _delete_planned(self, tier: str) -> None:
         busy = self._leaving[tier]
-        deleted = self._planner.deleted(tier, busy)
+        deleted = self._deleted(tier)
         by_person = [d for d in deleted if self._lists.is_noted(d.checkpoint, tier)]
         ids = {d.checkpoint for d in by_person}
         others = busy | {d.checkpoint for d in deleted}
@@ -277,7 +183,7 @@ class Deleter:
             self._trusted.discard(tier)
         drops = {d.checkpoint: d.reason for d in (*by_person, *by_rule)}
         newest = self._ledger.newest_on(tier, without=drops) if drops else None
-        stay = self._planner.stay(tier, drops) if by_rule else ()
+        stay = self._stay(tier, drops) if by_rule else ()
         for id, reason in drops.items():
             relied = () if id in ids else stay
             self._delete(tier, id, reason, next_latest=newest, stay=relied)
@@ -307,10 +213,10 @@ class Deleter:
     def schedule_changed(self) -> None:
         """Schedule a plan for each tier that has what a person has deleted, and for each with rules, if any checkpoint
         has changed."""
-        for tier, leaving in self._leaving.items():
-            if self._planner.deleted(tier, leaving):
+        for tier in self._leaving:
+            if self._deleted(tier):
                 self.schedule_plan(tier)
-        tiers = [tier for tier in self._leaving if not self._planner.keeps_all(tier)]
+        tiers = [tier for tier in self._leaving if not self._keeps_all(tier)]
         if not (tiers and self._applies_rules()):
             return
         seen = replace(self._ledger.view(), wall_time_s=0.0, read_bytes_per_s={})
@@ -322,7 +228,7 @@ class Deleter:
 
     def _plan(self, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
         """Return what the rules of a tier delete now."""
-        if self._planner.keeps_all(tier):
+        if self._keeps_all(tier):
             return []
         view = replace(self._ledger.view(), assume_verified=tier in self._trusted)
         self._by_age_s.pop(tier, None)
@@ -330,12 +236,8 @@ class Deleter:
         if due is not None and due > view.wall_time_s:
             left_s = min(due - view.wall_time_s + LATE_S, WAIT_MAX_S)
             self._by_age_s[tier] = self._ledger.now_s + left_s
-        self._planner.warn_missing_metrics(view)
-        return self._planner.plan(view, tier, busy)
-
-    def damaged_for_room(self, view: View, tier: str) -> tuple[list[Decision], list[CheckpointId]]:
-        """See ``DeletionPlanner.damaged_for_room``."""
-        return self._planner.damaged_for_room(view, tier, self._leaving[tier])
+        self._warn_missing_metrics(view)
+        return [d for d in plan_drops(view, tier) if d.checkpoint not in busy]
 
     def request_delete(
         self, tier: str, id: CheckpointId, reason: str, *, beside: Collection[CheckpointId] = ()
@@ -344,9 +246,7 @@ class Deleter:
         retried, or deletions are cancelled."""
         drops = {id, *beside}
         newest = self._ledger.newest_on(tier, without=drops)
-        return self._delete(
-            tier, id, reason, next_latest=newest, stay=self._planner.stay(tier, drops)
-        )
+        return self._delete(tier, id, reason, next_latest=newest, stay=self._stay(tier, drops))
 
     def _delete(
         self,
@@ -414,7 +314,7 @@ class Deleter:
                 (task.tier, task.id),
                 logging.WARNING, "%s: could not delete %s: %s", task.tier, task.id, outcome.error,
             )  # fmt: skip
-            self._emitter.deletion_failed(task, outcome.error)
+            self._emitter.emit(events.DropFailed, id=task.id, tier=task.tier, reason=outcome.error)
             if self._cancelled:
                 self._leaving[task.tier].discard(task.id)
             else:
@@ -456,8 +356,6 @@ class Deleter:
         """Files of an uncommitted copy, or of a failed deletion, are deleted; or a commit record was found there."""
         size = self._ledger.unfinished.pop((task.tier, task.id), 0)
         leaving = _is_leaving(entry, task.tier)
-        if entry is not None:
-            entry.commit_unknown_on -= {task.tier}
         if outcome.value is not None:
             self._on_still_committed(task, outcome.value)
             return not leaving
@@ -475,7 +373,7 @@ class Deleter:
         if entry is not None and entry.state(task.tier) is CopyState.LEAVING:
             entry.note_kept(task.tier)
         for id, (text, has_record) in error.damaged.items():
-            self._messages.report_damage(task.tier, id, text, repairable=has_record)
+            self._messages.report(FoundDamage(text=text, repairable=has_record), id, task.tier)
         why = f"{task.id} is not deleted: {error}"
         if error.damaged:
             logger.warning("%s: %s", task.tier, why)
@@ -506,9 +404,88 @@ class Deleter:
         entry.note_gone(task.tier)
         if announces:
             body = DeletedCopy(reason=task.reason, next_latest=task.next_latest)
-            self._messages.announce_to_others(MessageKind.DELETE_COPY, task.id, task.tier, body)
+            self._messages.announce_to_others(body, task.id, task.tier)
         self._ledger.forget_if_gone(entry)
         return True
+
+    # Planning ---------------------------------------------------------------------------------------
+
+    def _keeps_all(self, tier: str) -> bool:
+        """Return whether the rules of a tier keep every checkpoint that the ledger has, whatever their number."""
+        rules = self._ledger.rules_of(tier)
+        return not rules.retain and self._ledger.all_live
+
+    def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
+        """Return the damaged copies on a tier that nobody reads."""
+        return [
+            e
+            for e in self._ledger.repairable()
+            if tier in e.repairable and e.state(tier) is CopyState.ABSENT
+            if e.leases.get(tier, 0) <= 0 and self._ledger.reading[e.id] <= 0
+        ]
+
+    def damaged_for_room(self, view: View, tier: str) -> tuple[list[Decision], list[CheckpointId]]:
+        """Return the damaged copies to delete first where a tier needs room, in this order, and the others.
+
+        Kept are: the checkpoint that this run was restored from, pinned ones, and those of which copies on several
+        tiers are damaged, since these may together contain all good bytes. All are kept until a good copy is known
+        that survives the same losses."""
+        rules = view.tier(tier)
+        good = view.restorable_on(surviving(view, rules.survives, rules))
+        continued = any(c.started_from == view.restored_from for c in good)
+        views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
+        deleted, kept = [], []
+        for entry in self._damaged_entries(tier):
+            began = entry.id == view.restored_from and not continued
+            together = not entry.is_whole and len(entry.damage) > 1
+            if not good or began or together or entry.pinned or entry.id in self._leaving[tier]:
+                kept.append(entry.id)
+                continue
+            reason = "room is needed, and it is damaged"
+            size = entry.bytes.get(tier, 0)
+            deleted.append(
+                Decision(
+                    checkpoint=entry.id, tier=tier, verdict=Verdict.DROP, reason=reason, bytes=size
+                )
+            )
+        deleted.sort(key=lambda d: (views[d.checkpoint].live, d.checkpoint))
+        return deleted, kept
+
+    def _warn_missing_metrics(self, view: View) -> None:
+        """Log, once per metric, that recent saves lack a metric of a rule, after one of them was evaluated."""
+        step = self._ledger.evaluated_at
+        evaluated = (c for c in view.checkpoints if c.id.step >= step)
+        if not any(c.readable for c in evaluated):
+            return
+        missing = missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
+        for metric in missing.keys() - self._warned_metrics:
+            self._warned_metrics.add(metric)
+            logger.warning("%s", missing[metric])
+
+    def _deleted(self, tier: str) -> list[Decision]:
+        """Return the copies on a tier that a person has deleted and that nobody reads, damaged ones too, and those
+        that could not be read."""
+        return [
+            Decision(
+                checkpoint=entry.id,
+                tier=tier,
+                verdict=Verdict.DROP,
+                reason=DELETED,
+                bytes=entry.bytes.get(tier, 0),
+            )
+            for entry in self._ledger.deleted()
+            if entry.has_record_on(tier) and entry.leases.get(tier, 0) <= 0
+            if entry.id not in self._leaving[tier]
+        ]
+
+    def _stay(self, tier: str, drops: Collection[CheckpointId]) -> tuple[CheckpointId, ...]:
+        """Return the newest live copies on a tier beside ``drops`` that this node has a part of."""
+        kept = (
+            entry.id
+            for entry in self._ledger.live_copies(tier)
+            if entry.id not in drops and not self._ledger.has_no_part(tier, entry.id)
+        )
+        return tuple(islice(kept, STAY))
 
 
 def _is_leaving(entry: LedgerEntry | None, tier: str) -> bool:

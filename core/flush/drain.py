@@ -9,12 +9,13 @@ no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.lane import FlushLane
+from tierfall.core.flush.messages import DrainDeadline
 from tierfall.core.flush.throttle import Throttle
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -29,7 +30,7 @@ class PreemptedError(FlushError):
     """A copy was aborted in favour of one that can still arrive before the deadline. It is still owed."""
 
 
-class DrainSchedule:
+class DrainSchedule(Component):
     """See the module. With several drains at once the earliest deadline counts. A drain is not throttled."""
 
     def __init__(
@@ -38,32 +39,54 @@ class DrainSchedule:
         *,
         lanes: Mapping[str, FlushLane],
         throttle: Throttle,
+        try_again: Callable[[], None],
     ) -> None:
-        self._ledger = context.ledger
-        self._decides = context.group.decides
-        self._wake_at = context.wake_at
+        """``try_again`` has all that waits for its next try tried at once."""
+        super().__init__(context)
+        self._decides = self._group.decides
         self._lanes = lanes
         self._throttle = throttle
+        self._try_again = try_again
         self.plan: tuple[DrainDecision, ...] = ()
         self._until_s = context.ledger.deadlines
         self._planned_at_s = 0.0
         self._shares: dict[str, float] = {}
+        self._messages.receive(
+            DrainDeadline, reported=self._on_deadline_elsewhere, announced=self._on_deadline
+        )
 
     @property
     def active(self) -> bool:
         """Return whether lanes follow a drain's plan."""
         return self._decides and bool(self._until_s)
 
-    def begin(self, asker: object, until_s: float, now_s: float) -> tuple[DrainDecision, ...]:
+    def share(self, left_s: float) -> None:
+        """Have all ranks drain for a deadline that this rank knows: rank 0 announces it."""
+        message = DrainDeadline(left_s=left_s)
+        if self._decides:
+            self._messages.announce(message)
+        else:
+            self._messages.report(message)
+
+    def _on_deadline_elsewhere(self, message: DrainDeadline, rank: int) -> None:
+        self.begin(f"rank {rank}", self._ledger.now_s + message.left_s)
+        self._messages.announce(message)
+
+    def _on_deadline(self, message: DrainDeadline) -> None:
+        if not self._decides:  # rank 0 plans for it
+            self.begin("rank 0", self._ledger.now_s + message.left_s)
+
+    def begin(self, asker: object, until_s: float) -> tuple[DrainDecision, ...]:
         """Work towards a deadline until ``asker`` ends it or it has passed; return the outlook of each copy.
 
         A rank other than 0 stops throttling, and returns no outlook.
         """
+        self._try_again()
         if not self._until_s:
             self._shares = {tier: self._throttle.shares.get(tier, 1.0) for tier in self._lanes}
         self._until_s[asker] = until_s
         if self._decides:
-            self._make_plan(now_s)
+            self._make_plan(self._ledger.now_s)
         return self.plan
 
     def end(self, asker: object) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tierfall.core.flush.facts import Group, Ledger, LedgerEntry
+from tierfall.core.flush.facts import Ledger, LedgerEntry
 from tierfall.core.flush.messages import Messages
 from tierfall.core.flush.tasks import DeleteCopy, Task
 from tierfall.core.types import events
@@ -41,32 +41,36 @@ class EventEmitter:
         self._ended: dict[CheckpointId, float] = {}
         self._copies: dict[str, _Copying] = {}
 
+    def emit(
+        self, kind: Callable[..., events.Event], *, reason: object = None, **facts: object
+    ) -> None:
+        """Emit an event of this step; ``reason`` is a text or an error."""
+        if reason is not None:
+            facts["reason"] = str(reason) or repr(reason)
+        self._notify(kind(at_s=self.now_s, **facts))
+
     # Saves -------------------------------------------------------------------------------------------
 
     def save_begun(self, entry: LedgerEntry) -> None:
         began_s = self.now_s if entry.handle is None else entry.handle.began_s
         self._remember(self._saves, entry.id, began_s)
-        self._notify(
-            events.SaveBegun(
-                at_s=self.now_s,
-                id=entry.id,
-                bytes=image_bytes_of(entry),
-                lazy_bytes=entry.snapshot.lazy_bytes if entry.snapshot is not None else 0,
-                tiers=tuple(sorted(entry.owed)),
-            )
+        self.emit(
+            events.SaveBegun,
+            id=entry.id,
+            bytes=image_bytes_of(entry),
+            lazy_bytes=entry.snapshot.lazy_bytes if entry.snapshot is not None else 0,
+            tiers=tuple(sorted(entry.owed)),
         )
 
     def captured(self, entry: LedgerEntry) -> None:
         stats = entry.handle.stats if entry.handle is not None else None
-        self._notify(
-            events.Captured(
-                at_s=self.now_s,
-                id=entry.id,
-                bytes=image_bytes_of(entry),
-                seconds=self.now_s - self._saves.get(entry.id, self.now_s),
-                blocked_s=stats.blocked_s if stats else 0.0,
-                lazy=stats.lazy if stats else False,
-            )
+        self.emit(
+            events.Captured,
+            id=entry.id,
+            bytes=image_bytes_of(entry),
+            seconds=self.now_s - self._saves.get(entry.id, self.now_s),
+            blocked_s=stats.blocked_s if stats else 0.0,
+            lazy=stats.lazy if stats else False,
         )
 
     def save_ended(self, id: CheckpointId, outcome: SaveOutcome, error: BaseException) -> None:
@@ -75,9 +79,7 @@ class EventEmitter:
         if id in self._ended:
             return
         self._remember(self._ended, id, self.now_s)
-        self._notify(
-            events.SaveEnded(at_s=self.now_s, id=id, outcome=outcome, reason=_reason(error))
-        )
+        self.emit(events.SaveEnded, id=id, outcome=outcome, reason=error)
 
     def _remember(self, times: dict[CheckpointId, float], id: CheckpointId, at_s: float) -> None:
         times[id] = at_s
@@ -91,14 +93,12 @@ class EventEmitter:
     ) -> None:
         """A copy begins, after ``tries`` failures of its tier; ``read`` has the bytes read from each source so far."""
         self._copies[tier] = _Copying(entry.id, self.now_s, dict(read))
-        self._notify(
-            events.FlushBegun(
-                at_s=self.now_s,
-                id=entry.id,
-                tier=tier,
-                bytes=image_bytes_of(entry),
-                tries=tries,
-            )
+        self.emit(
+            events.FlushBegun,
+            id=entry.id,
+            tier=tier,
+            bytes=image_bytes_of(entry),
+            tries=tries,
         )
 
     def flush_done(self, tier: str, entry: LedgerEntry, read: Mapping[str, int]) -> None:
@@ -109,105 +109,50 @@ class EventEmitter:
             for source, count in read.items()
             if count > begun.read.get(source, 0)
         }
-        self._notify(
-            events.FlushDone(
-                at_s=self.now_s,
-                id=entry.id,
-                tier=tier,
-                bytes=image_bytes_of(entry),
-                seconds=self.now_s - begun.since_s,
-                sources=sources,
-            )
-        )
-
-    def flush_stalled(
-        self, tier: str, id: CheckpointId, error: BaseException, again_s: float
-    ) -> None:
-        """A copy, or its commit record, could not be written, and is continued at ``again_s``."""
-        self._notify(
-            events.FlushStalled(
-                at_s=self.now_s,
-                id=id,
-                tier=tier,
-                reason=_reason(error),
-                again_s=max(0.0, again_s - self.now_s),
-            )
+        self.emit(
+            events.FlushDone,
+            id=entry.id,
+            tier=tier,
+            bytes=image_bytes_of(entry),
+            seconds=self.now_s - begun.since_s,
+            sources=sources,
         )
 
     def flush_failed(self, tier: str, id: CheckpointId, error: BaseException) -> None:
         """A copy, or its commit record, could not be written."""
         begun = self._copies.get(tier)
         since_s = begun.since_s if begun is not None and begun.id == id else self.now_s
-        self._notify(
-            events.FlushFailed(
-                at_s=self.now_s,
-                id=id,
-                tier=tier,
-                reason=_reason(error),
-                seconds=self.now_s - since_s,
-            )
+        self.emit(
+            events.FlushFailed,
+            id=id,
+            tier=tier,
+            reason=error,
+            seconds=self.now_s - since_s,
         )
-
-    def flush_given_up(self, tier: str, id: CheckpointId, error: BaseException) -> None:
-        self._notify(events.FlushGivenUp(at_s=self.now_s, id=id, tier=tier, reason=_reason(error)))
-
-    def set_aside(self, tier: str, id: CheckpointId, error: BaseException) -> None:
-        self._notify(events.SetAside(at_s=self.now_s, id=id, tier=tier, reason=_reason(error)))
 
     def committed(self, tier: str, id: CheckpointId, bytes: int) -> None:
         since_s = self._saves.get(id)
-        self._notify(
-            events.Committed(
-                at_s=self.now_s,
-                id=id,
-                tier=tier,
-                bytes=bytes,
-                seconds=None if since_s is None else self.now_s - since_s,
-            )
+        self.emit(
+            events.Committed,
+            id=id,
+            tier=tier,
+            bytes=bytes,
+            seconds=None if since_s is None else self.now_s - since_s,
         )
 
     # Leaving -----------------------------------------------------------------------------------------
 
-    def evicted(self, tier: str, entry: LedgerEntry, reason: str) -> None:
-        self._notify(
-            events.Evicted(
-                at_s=self.now_s,
-                id=entry.id,
-                tier=tier,
-                bytes=entry.bytes.get(tier, 0),
-                reason=reason,
-            )
-        )
-
     def deleted(self, task: DeleteCopy, bytes: int, seconds: float) -> None:
         logger.info("%s: %s is deleted: %s", task.tier, task.id, task.reason)
-        self._notify(
-            events.Dropped(
-                at_s=self.now_s,
-                id=task.id,
-                tier=task.tier,
-                bytes=bytes,
-                reason=task.reason,
-                seconds=seconds,
-                unfinished=task.unfinished,
-            )
+        self.emit(
+            events.Dropped,
+            id=task.id,
+            tier=task.tier,
+            bytes=bytes,
+            reason=task.reason,
+            seconds=seconds,
+            unfinished=task.unfinished,
         )
-
-    def deletion_failed(self, task: DeleteCopy, error: BaseException) -> None:
-        self._notify(
-            events.DropFailed(at_s=self.now_s, id=task.id, tier=task.tier, reason=_reason(error))
-        )
-
-    # Trouble -----------------------------------------------------------------------------------------
-
-    def tier_failing(self, tier: str, error: BaseException) -> None:
-        self._notify(events.TierFailing(at_s=self.now_s, tier=tier, reason=_reason(error)))
-
-    def tier_recovered(self, tier: str) -> None:
-        self._notify(events.TierRecovered(at_s=self.now_s, tier=tier))
-
-    def failed(self, doing: str, error: BaseException) -> None:
-        self._notify(events.OperationFailed(at_s=self.now_s, doing=doing, reason=_reason(error)))
 
 
 def image_bytes_of(entry: LedgerEntry) -> int:
@@ -215,10 +160,6 @@ def image_bytes_of(entry: LedgerEntry) -> int:
     if entry.geometry is not None:
         return entry.geometry.image_bytes
     return entry.commit.image_bytes if entry.commit is not None else 0
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or repr(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +173,14 @@ class Context:
     dispatch: Callable[[Task], None]
     wake_at: Callable[[float], None]
 
-    @property
-    def group(self) -> Group:
-        return self.ledger.group
+
+class Component:
+    """A component of the coordinator, with what all of them work with."""
+
+    def __init__(self, context: Context) -> None:
+        self._ledger = context.ledger
+        self._group = context.ledger.group
+        self._messages = context.messages
+        self._emitter = context.emitter
+        self._dispatch = context.dispatch
+        self._wake_at = context.wake_at

@@ -8,14 +8,14 @@ and retained like any other checkpoint. Belongs to the coordinator's thread; wor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.facts import LedgerEntry, entry_of
-from tierfall.core.flush.messages import ExternalCommit, MessageKind, kind_of
-from tierfall.core.flush.tasks import Outcome, ReadCommit
-from tierfall.core.format.records import Commit, parse_commit
-from tierfall.core.ranks.message_tree import DecisionAnnounced, RankMessage
+from tierfall.core.flush.messages import ExternalCommit, ExternalCommitsEnd
+from tierfall.core.flush.tasks import Outcome, StoreCall, TaskStore
+from tierfall.core.format.records import Attempt, Commit, parse_commit
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import KeyNotFoundError
@@ -24,14 +24,12 @@ from tierfall.core.types.values import CheckpointId, CopyState
 logger = logging.getLogger("tierfall")
 
 
-class ExternalCommits:
+class ExternalCommits(Component):
     """See the module. ``_expected`` has the tier of each checkpoint whose record is not found yet.
 
-    ``_reading`` has, for each record being read, the newest checkpoint that was found when the read began.
-    ``_searches`` are the searches in progress: the event that ends each, and whether it is the last.
+    ``_reading`` are those whose record is being read, ``_newest`` is the newest that was found. ``_searches`` are the
+    searches in progress: the event that ends each, and whether it is the last.
     """
-
-    KINDS = frozenset((MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS))
 
     def __init__(
         self,
@@ -40,16 +38,16 @@ class ExternalCommits:
         on_commit: Callable[[str, LedgerEntry], None],
     ) -> None:
         """``on_commit`` is called with a checkpoint that is now in the ledger, and its tier."""
-        self._ledger = context.ledger
-        self._messages = context.messages
-        self._dispatch = context.dispatch
+        super().__init__(context)
         self._on_commit = on_commit
-        self._reads_records = context.group.decides
+        self._reads_records = self._group.decides
         self._expected: dict[CheckpointId, str] = {}
-        self._reading: dict[CheckpointId, CheckpointId | None] = {}
+        self._reading: set[CheckpointId] = set()
         self._newest: CheckpointId | None = None
         self._searches: list[tuple[InterruptibleEvent, bool]] = []
         self._conditions = Conditions()
+        context.messages.receive(ExternalCommit, announced=self._on_announced)
+        context.messages.receive(ExternalCommitsEnd, announced=self._on_end)
 
     def expect(self, id: CheckpointId, tier: str) -> None:
         """Expect a checkpoint that another process was asked to write to a tier. Calls are in the order of the
@@ -63,48 +61,49 @@ class ExternalCommits:
         than 0 the last search ends when rank 0 has announced the result of each checkpoint, any other one at once.
         """
         self._searches.append((done, last))
-        if self._reads_records:
-            self._read(self._expected)
+        for id in self._expected.keys() - self._reading if self._reads_records else ():
+            self._reading.add(id)
+            then = partial(self._on_read, id, self._newest)
+            self._dispatch(StoreCall(tier=self._expected[id], call=partial(_read, id), then=then))
         self._end_if_idle()
 
-    def _read(self, ids: Iterable[CheckpointId]) -> None:
-        for id in [id for id in ids if id not in self._reading]:
-            self._reading[id] = self._newest
-            self._dispatch(ReadCommit(tier=self._expected[id], id=id))
-
-    def on_outcome(self, outcome: Outcome) -> None:
-        """Apply the outcome of reading one commit record."""
-        task = outcome.task
-        assert isinstance(task, ReadCommit)
-        newest = self._reading.pop(task.id)
+    def _on_read(self, id: CheckpointId, newest: CheckpointId | None, outcome: Outcome) -> None:
+        """Apply the outcome of reading a record. ``newest`` had been found before: if that is a later checkpoint, and
+        this one has no record, its save has failed, and its files are collected."""
+        tier = outcome.task.tier
+        self._reading.discard(id)
         if outcome.error is None or isinstance(outcome.error, KeyNotFoundError):
             known = "not written" if outcome.error else "written"
-            self._conditions.end(task.id, "%s: %s is %s there", task.tier, task.id, known)
+            self._conditions.end(id, "%s: %s is %s there", tier, id, known)
         if outcome.error is None:
-            self._on_found(task, outcome.value)
+            self._expected.pop(id, None)
+            self._newest = id if self._newest is None else max(self._newest, id)
+            commit = outcome.value.encode().decode()
+            self._messages.announce(ExternalCommit(tier=tier, commit=commit))
         elif isinstance(outcome.error, KeyNotFoundError):
-            self._on_missing(task, newest)
+            if newest is not None and id < newest:
+                self._expected.pop(id, None)
+                self._ledger.unfinished[tier, id] = 0
         else:
             self._conditions.report(
-                task.id, logging.WARNING, "%s: not known yet whether %s was written there: %s",
-                task.tier, task.id, outcome.error,
+                id, logging.WARNING, "%s: not known yet whether %s was written there: %s",
+                tier, id, outcome.error,
             )  # fmt: skip
         self._end_if_idle()
 
-    def on_message(self, news: RankMessage) -> None:
-        """Apply an announcement of rank 0: a commit record that it has found, or the end of its last search."""
-        assert isinstance(news, DecisionAnnounced)
-        if kind_of(news) == MessageKind.EXTERNAL_COMMIT:
-            message = ExternalCommit.from_json(news.body, rank=0)
-            what = f"{message.tier}: commit record that rank 0 has read"
-            commit = parse_commit(message.commit.encode(), what=what)
-            self._enter(commit, message.tier)
-            found = commit.lineage.checkpoint
-            left = {id: tier for id, tier in self._expected.items() if id > found}
-        else:
-            left = {}
+    def _on_announced(self, message: ExternalCommit) -> None:
+        """Apply a commit record that rank 0 has found."""
+        what = f"{message.tier}: commit record that rank 0 has read"
+        commit = parse_commit(message.commit.encode(), what=what)
+        self._enter(commit, message.tier)
         if not self._reads_records:
-            self._expected = left
+            found = commit.lineage.checkpoint
+            self._expected = {id: tier for id, tier in self._expected.items() if id > found}
+        self._end_if_idle()
+
+    def _on_end(self, message: ExternalCommitsEnd) -> None:
+        """Rank 0 has ended its last search."""
+        self._expected.clear()
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
@@ -115,7 +114,7 @@ class ExternalCommits:
             if self._expected:
                 logger.info("not written yet, and left to the next start: %s", [*self._expected])
             self._expected.clear()
-            self._messages.announce_of_run(MessageKind.NO_MORE_EXTERNAL_COMMITS)
+            self._messages.announce(ExternalCommitsEnd())
         self._notify(last=not self._expected)
 
     def _notify(self, *, last: bool) -> None:
@@ -125,23 +124,6 @@ class ExternalCommits:
                 done.set()
         self._searches = [(done, is_last) for done, is_last in self._searches if not done.is_set]
 
-    def _on_found(self, task: ReadCommit, commit: Commit) -> None:
-        """Announce a checkpoint that is committed, and read the records of earlier ones again."""
-        del self._expected[task.id]
-        self._newest = task.id if self._newest is None else max(self._newest, task.id)
-        self._read([id for id in self._expected if id < task.id])
-        body = ExternalCommit(tier=task.tier, commit=commit.encode().decode())
-        self._messages.announce_of_run(MessageKind.EXTERNAL_COMMIT, body)
-
-    def _on_missing(self, task: ReadCommit, newest: CheckpointId | None) -> None:
-        """A checkpoint has no record. ``newest`` had been found when the read began: if that is a later checkpoint, the
-        save of this one has failed, and its files are collected."""
-        if newest is not None and task.id < newest:
-            del self._expected[task.id]
-            self._ledger.unfinished[task.tier, task.id] = 0
-        elif self._newest is not None and task.id < self._newest:
-            self._read([task.id])
-
     def _enter(self, commit: Commit, tier: str) -> None:
         id = commit.lineage.checkpoint
         entry = self._ledger.entries.get(id) or entry_of(id, commit, self._ledger.shard)
@@ -150,3 +132,9 @@ class ExternalCommits:
         self._ledger.has_begun = True
         self._ledger.enter(entry)
         self._on_commit(tier, entry)
+
+
+def _read(id: CheckpointId, store: TaskStore, attempt: Attempt) -> Commit:
+    commit = store.written_commit(id)
+    store.sync_commit(id)
+    return commit

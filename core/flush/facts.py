@@ -47,7 +47,7 @@ class LedgerEntry:
     copy.
 
     Flushes: ``owed``; ``uploaded_to``: this rank's image is there, but the commit waits for other ranks';
-    ``commit_unknown_on``: a commit ended without a response; ``failures``; ``set_aside``: this start does not try the
+    ``failures``; ``set_aside``: this start does not try the
     copy any more, and why; ``overtaken``: a copy failed, so that newer ones may be committed before it.
 
     This rank's image: ``region`` in memory, of which ``final_chunks`` leading chunks do not change any more; ``share``
@@ -86,7 +86,6 @@ class LedgerEntry:
     leases: Mapping[str, int] = field(default_factory=dict)
     owed: frozenset[str] = frozenset()
     uploaded_to: frozenset[str] = frozenset()
-    commit_unknown_on: frozenset[str] = frozenset()
     failures: Mapping[str, CopyFailures] = field(default_factory=dict)
     set_aside: Mapping[str, BaseException] = field(default_factory=dict)
     overtaken: frozenset[str] = frozenset()
@@ -103,7 +102,6 @@ class LedgerEntry:
             self.owed
             or self.set_aside
             or self.uploaded_to
-            or self.commit_unknown_on
             or self.awaiting_ranks
             or self.failed
             or self.snapshot is not None
@@ -570,6 +568,11 @@ class Ledger:
         for entry in found:
             entry.decide(self.decided)
         return found
+
+    def settling(self) -> set[CheckpointId]:
+        """Return the checkpoints of which a copy may be committed already: it is uploaded, or an attempt has failed."""
+        uploaded = {entry.id for entry in self.open() if entry.uploaded_to}
+        return uploaded | {id for _, id in self.unfinished}
 
     def note_partial(self, listings: Iterable[Listing]) -> None:
         """Note checkpoints that have a commit record on this node's part of a tier, but are incomplete: a start died

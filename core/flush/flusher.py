@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
@@ -22,13 +22,23 @@ from tierfall.core.capture.snapshot import (
 )
 from tierfall.core.flush.deleter import Deleter
 from tierfall.core.flush.drain import DrainSchedule, PreemptedError
-from tierfall.core.flush.emitter import Context, image_bytes_of
+from tierfall.core.flush.emitter import Component, Context, image_bytes_of
 from tierfall.core.flush.facts import CopyFailures, LedgerEntry, without
 from tierfall.core.flush.lane import TRIES_BEFORE_REPORT, FlushLane, Transfer
-from tierfall.core.flush.messages import MessageKind, Ordinal, Reason
+from tierfall.core.flush.messages import (
+    AdmittedCopy,
+    DeletedCopy,
+    FullTier,
+    GivenUpCopy,
+    NewerAttempt,
+    Ordinal,
+    StuckCopy,
+)
+from tierfall.core.flush.tasks import DeleteCopy
 from tierfall.core.flush.throttle import Backlog
 from tierfall.core.flush.verifier import BackgroundVerifier
 from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.types import events
 from tierfall.core.types.errors import (
     CapacityError,
     FencedError,
@@ -47,24 +57,472 @@ from tierfall.policies.flush import plan_flush
 logger = logging.getLogger("tierfall")
 
 
-class FlushQueue:
-    """The copies that each tier is owed, in their order."""
+@dataclass(frozen=True, slots=True)
+class RoomDecision:
+    """Whether a copy may begin now. If not: ``error`` says that no room can be made, ``never`` that none ever can;
+    without an error, the copy waits."""
+
+    admitted: bool
+    error: CapacityError | None = None
+    never: bool = False
+
+
+ADMIT, WAIT = RoomDecision(True), RoomDecision(False)
+
+
+ARRIVALS_BEFORE_SET_ASIDE = 8
+"""A copy with retryable failures is set aside once so many of them each followed another's commit."""
+ROOM_S = 1.0
+"""A rank that found no space waits so many seconds, then twice as many: its leader has probably made rank 0's deletion,
+too, by then."""
+OLDER_OWED_MAX = 64
+"""A commit record names at most so many older checkpoints that are still owed, the newest."""
+DURABLE_REMEMBERED = 1024
+
+
+class Flusher(Component):
+    """Which copy each lane begins next, and what follows when one is committed, stalls or fails. ``errors`` are
+    reported at close; ``durable`` holds the last committed copies (checkpoint, tier), oldest first."""
 
     def __init__(
         self,
         context: Context,
         *,
+        lanes: Mapping[str, FlushLane],
+        deleter: Deleter,
+        verifier: BackgroundVerifier,
         drain_schedule: DrainSchedule,
+        backlog: Backlog,
+        max_wait_s: float,
     ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
+        super().__init__(context)
+        self._lanes = lanes
+        self._deleter = deleter
+        self._verifier = verifier
         self._drain_schedule = drain_schedule
-        self._messages = context.messages
-        self._emitter = context.emitter
+        self._backlog = backlog
+        self._max_wait_s = {r.name: r.max_wait_s or max_wait_s for r in context.ledger.rules}
+        self.errors: list[BaseException] = []
+        self.durable: dict[tuple[CheckpointId, str], None] = {}
+        self._reported_failing: dict[str, CheckpointId] = {}
         self._in_order = {rules.name for rules in context.ledger.rules if rules.in_order}
         self._announced: set[tuple[str, CheckpointId]] = set()
+        """The copies that were given up by a rule."""
+        self._full: dict[str, StorageFullError] = {}
+        """The last write to each tier that found no space on its disk."""
+        self._conditions = Conditions()
+        receive = context.messages.receive
+        receive(AdmittedCopy, announced=self._on_admitted)
+        receive(DeletedCopy, announced=self._on_deleted_elsewhere)
+        receive(FullTier, reported=self._on_full_elsewhere)
+        receive(NewerAttempt, reported=self._on_fenced_elsewhere, announced=self._on_fenced)
 
-    def waiting(self, tier: str) -> Iterator[LedgerEntry]:
+    def drive(self, lane: FlushLane, now_s: float, *, begin: bool, has_news: bool = False) -> None:
+        """Advance a lane; ``begin``: another copy may begin. ``has_news``: there may be room for it by now."""
+        while True:
+            is_due = now_s >= lane.not_before_s
+            if is_due and lane.lacks_room:  # a write shows whether the disk is still full
+                lane.disk_full = lane.lacks_room = False
+            is_due = is_due or (lane.lacks_room and has_news)
+            free = lane.active is None and self._ledger.fenced is None and is_due
+            is_committing = any(tier == lane.tier for tier, _ in self._ledger.committing)
+            if free and begin and not is_committing:
+                self._begin_next(lane, now_s)
+            self._wake_at(lane.not_before_s)
+            if lane.active is None:
+                return
+            lane.advance(now_s)
+            transfer = lane.aborted()
+            if transfer is None:
+                return
+            self._on_copy_failed(lane, transfer, now_s)
+
+    def _begin_next(self, lane: FlushLane, now_s: float) -> None:
+        waiting = sorted(self._waiting(lane.tier), key=lane.rounds_failed)
+        abandoned = self._ledger.abandoned() if waiting else ()
+        for entry in waiting:
+            if entry.id in abandoned:
+                self._give_up_by_rule(entry, lane.tier, "it is abandoned")
+            elif lane.has_no_source(entry):
+                error = FlushError(
+                    f"flush of {entry.id} to {lane.tier}: no tier has a good copy of it any more"
+                )
+                self._messages.report_copy_failed(lane.tier, entry.id, error)
+            elif not self._group.decides:
+                is_deleting = self._deleter.is_deleting(lane.tier)
+                if not (lane.disk_full or is_deleting or self._ledger.restoring):
+                    self._begin(lane, entry)  # rank 0 has made room already
+                return
+            else:
+                decision = self._try_admit(lane, entry)
+                if decision.admitted:
+                    lane.lacks_room = False
+                    lane.not_before_s = min(lane.not_before_s, now_s)
+                    self._begin(lane, entry)
+                elif decision.error is not None and decision.never:
+                    self.give_up_for_all(entry, lane.tier, decision.error)
+                elif decision.error is not None:
+                    self._on_no_room(lane, entry, decision.error, now_s)
+                if lane.tier in entry.owed:
+                    return
+
+    def _begin(self, lane: FlushLane, entry: LedgerEntry) -> None:
+        """Begin a copy that has room."""
+        self._emitter.flush_begun(lane.tier, entry, lane.edge_bytes, tries=lane.tries)
+        lane.begin(entry, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
+        if self._group.decides:
+            self._messages.announce_to_others(AdmittedCopy(), entry.id, lane.tier)
+
+    def _on_admitted(self, tier: str, id: CheckpointId, message: AdmittedCopy) -> None:
+        self._ledger.admitted.setdefault(tier, {})[id] = None
+
+    def _on_no_room(
+        self, lane: FlushLane, entry: LedgerEntry, error: CapacityError, now_s: float
+    ) -> None:
+        lane.lacks_room = True
+        if now_s >= lane.not_before_s:
+            # other processes may free room on the disk, or have unpinned a checkpoint
+            lane.not_before_s = now_s + self._ledger.longest_wait_s
+            self._deleter.schedule_plan(lane.tier)
+        if self._ledger.many_ranks:  # they do not wait for one of them
+            self._messages.report_copy_failed(lane.tier, entry.id, error)
+        else:
+            self._report_failing(lane.tier, entry, error)
+
+    def _on_full_elsewhere(self, tier: str, id: CheckpointId, message: FullTier, rank: int) -> None:
+        """Make room for a copy that another rank found none for; for rank 0."""
+        entry = self._ledger.entries.get(id)
+        if entry is None or tier not in entry.owed:
+            return
+        lane = self._lanes[tier]
+        own_is_full = lane.disk_full
+        error = StorageFullError(self._group.topology.name_rank(rank, message.reason))
+        self._note_full(lane, error)
+        decision = self._try_admit(lane, entry)
+        lane.disk_full = own_is_full and lane.disk_full
+        if decision.error is not None:
+            self._messages.report_copy_failed(tier, id, decision.error)
+
+    def _on_deleted_elsewhere(self, tier: str, id: CheckpointId, message: DeletedCopy) -> None:
+        """Rank 0 deletes a copy: delete what this node has of it, if only its leader can. A copy that found no room
+        there is tried for a time before a report."""
+        entry = self._ledger.entries.get(id)
+        if entry is None or self._group.decides:
+            return
+        lane = self._lanes[tier]
+        lane.room_tries = 1
+        if lane.lacks_room:
+            lane.not_before_s = min(lane.not_before_s, self._ledger.now_s + ROOM_S)
+        is_shared = self._group.is_shared(tier)
+        if entry.pinned and not is_shared:  # pinned meanwhile: this part stays
+            self._ledger.partial.add((tier, id))
+        if is_shared or entry.pinned or not self._ledger.owns(tier):
+            entry.note_gone(tier)
+            self._ledger.forget_if_gone(entry)
+            return
+        self._deleter.delete(
+            DeleteCopy(
+                tier=tier,
+                id=id,
+                reason=message.reason,
+                known=self._ledger.decided,
+                next_latest=message.next_latest,
+            )
+        )
+
+    def _on_disk_full(self, lane: FlushLane, entry: LedgerEntry, error: StorageFullError) -> None:
+        """A copy of a rank other than 0 found no space: have rank 0 make room, unless it may have done so just now."""
+        lane.disk_full = lane.lacks_room = True
+        wait_s = ROOM_S * 2**lane.room_tries
+        if lane.room_tries and wait_s < self._ledger.longest_wait_s:
+            lane.room_tries += 1
+        else:
+            lane.room_tries, wait_s = 0, self._ledger.longest_wait_s
+            self._conditions.report(
+                lane.tier, logging.WARNING,
+                "flush of %s to %s found no space, rank 0 is asked to make some: %s",
+                entry.id, lane.tier, error,
+            )  # fmt: skip
+            self._messages.report(FullTier(reason=str(error)), entry.id, lane.tier)
+        lane.not_before_s = self._ledger.now_s + wait_s
+
+    def _report_failing(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
+        """Report, once for a copy, that a tier does not accept it at present."""
+        last, self._reported_failing[tier] = self._reported_failing.get(tier), entry.id
+        is_news = last != entry.id or tier not in self._ledger.failing
+        self.mark_failing(tier, error)
+        if is_news:
+            stuck = StuckCopy(rank=self._group.topology.rank, reason=str(error))
+            self._messages.report(stuck, entry.id, tier)
+
+    def mark_failing(self, tier: str, error: BaseException) -> None:
+        """A tier does not accept copies at present, of this rank or another: every handle that waits for it reports
+        the error."""
+        if tier not in self._ledger.failing:
+            self._ledger.failing[tier] = error
+            self._emitter.emit(events.TierFailing, tier=tier, reason=error)
+            self.errors.append(error)
+            self._conditions.report(tier, logging.ERROR, "%s", error)
+        for entry in self._ledger.open():
+            if tier in entry.owed:
+                self._fail_handle(entry, tier)
+
+    def save_begun(self, entry: LedgerEntry) -> None:
+        """Report tiers that do not accept copies at present to a new save. Where only one copy has failed since the
+        last commit, that copy may be the cause: the new one is tried at once."""
+        for tier in entry.owed & self._ledger.failing.keys():
+            lane = self._lanes[tier]
+            if self._may_be_one_copy(lane):
+                lane.not_before_s = min(lane.not_before_s, self._ledger.now_s)
+            else:
+                self._fail_handle(entry, tier)
+
+    def _fail_handle(self, entry: LedgerEntry, tier: str) -> None:
+        if entry.handle is not None:
+            entry.handle.on_tier_failed(tier, self._ledger.failing[tier])
+
+    def on_room_made(self, lane: FlushLane, now_s: float) -> None:
+        lane.not_before_s = min(lane.not_before_s, now_s)
+        if lane.lacks_room:
+            self.on_recovered(lane.tier)
+        lane.disk_full = lane.lacks_room = False
+
+    def on_recovered(self, tier: str) -> None:
+        """A tier accepts copies of this rank again."""
+        if tier not in self._ledger.stuck:
+            self._accepts_copies(tier)
+
+    def _accepts_copies(self, tier: str) -> None:
+        if self._ledger.failing.pop(tier, None) is not None:
+            self._emitter.emit(events.TierRecovered, tier=tier)
+        owed = sum(tier in entry.owed for entry in self._ledger.open())
+        text = "tier %s accepts copies again; copies that it is still owed: %d"
+        self._conditions.end(tier, text, tier, owed)
+
+    def committed(self, tier: str, id: CheckpointId, stored_bytes: int, *, found: bool) -> None:
+        """A checkpoint was committed on a tier, where it occupies ``stored_bytes``. If ``found`` (see
+        ``CommittedCopy``), it is not known to be good: this start has not written or read it all."""
+        entry, lane = self._ledger.entries[id], self._lanes[tier]
+        entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
+        if not found:
+            entry.verified |= {tier}
+        if entry.handle is not None:
+            self._ledger.has_begun = True
+        entry.owed -= {tier}
+        self._ledger.unfinished.pop((lane.tier, id), None)
+        entry.failures = without(entry.failures, tier)
+        entry.set_aside = without(entry.set_aside, tier)
+        entry.overtaken -= {tier}
+        lane.succeeded(entry)
+        self._accepts_copies(lane.tier)
+        self._conditions.end(
+            (tier, CapacityError), "tier %s has room for a step again: %s", tier, id
+        )
+        self._emitter.committed(lane.tier, id, stored_bytes)
+        self.durable[id, lane.tier] = None
+        if len(self.durable) > DURABLE_REMEMBERED:
+            del self.durable[next(iter(self.durable))]
+        self._deleter.schedule_plan(lane.tier)
+        self._backlog.on_committed(lane.tier, id)
+        if entry.handle is not None:
+            entry.handle.on_committed(lane.tier)
+
+    def _on_copy_failed(self, lane: FlushLane, transfer: Transfer, now_s: float) -> None:
+        """A copy failed. It is still owed unless no attempt can succeed; files that it may have left are noted."""
+        entry, error = transfer.entry, transfer.error
+        assert error is not None
+        self._emitter.flush_failed(lane.tier, entry.id, error)
+        entry.set_state(lane.tier, CopyState.ABSENT)
+        if transfer.published:
+            self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
+        if lane.tier not in entry.owed:
+            if entry.deleted:
+                lane.forget_stall()
+            self._ledger.forget_if_gone(entry)
+            return
+        if isinstance(error, PreemptedError):
+            logger.info("%s", error)
+            return
+        if isinstance(error, StorageFullError) and self._group.decides:
+            self._note_full(lane, error)
+            return
+        if isinstance(error, StorageFullError):
+            self._on_disk_full(lane, entry, error)
+            return
+        lane.back_off(entry, error, now_s)
+        if not self._stop_trying(lane, transfer, error):
+            self._report_failure(lane, entry, error, now_s)
+
+    def _stop_trying(self, lane: FlushLane, transfer: Transfer, error: BaseException) -> bool:
+        """Set aside a copy that fails while the tier receives others, unless its source could not be read; return
+        whether that was done."""
+        entry = transfer.entry
+        failures = entry.failures.get(lane.tier, CopyFailures())
+        entry.failures = {**entry.failures, lane.tier: failures}
+        is_retryable = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
+        failures.record(lane.arrivals, lasts=not is_retryable)
+        tried = failures.count >= TRIES_BEFORE_REPORT
+        others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
+        alone = tried and failures.others_arrived >= others_needed and not transfer.source_is_unread
+        entry.overtaken |= {lane.tier}
+        if alone:
+            self._set_aside(entry, lane.tier, error)
+        return alone
+
+    def _report_failure(
+        self, lane: FlushLane, entry: LedgerEntry, error: BaseException, now_s: float
+    ) -> None:
+        """Log a failed copy; report the tier as failing where it may be at fault, or has failed for long."""
+        failures = entry.failures[lane.tier]
+        self._conditions.report(
+            lane.tier, logging.WARNING, "flush of %s to %s failed (try %d), again in %.1f s: %s",
+            entry.id, lane.tier, failures.count, lane.not_before_s - now_s, error,
+        )  # fmt: skip
+        lasts = (
+            failures.lasts and lane.tries >= TRIES_BEFORE_REPORT and not self._may_be_one_copy(lane)
+        )
+        if lasts or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
+            self._report_failing(lane.tier, entry, _flush_error(entry, lane.tier, error))
+
+    def _may_be_one_copy(self, lane: FlushLane) -> bool:
+        """Return whether all failures since the last commit are of one copy, are not retryable, and another waits."""
+        waiting = self._ledger.open()
+        failed = [e for e in waiting if lane.has_failed(e)]
+        if len(failed) != 1 or not failed[0].failures[lane.tier].lasts:
+            return False
+        others = (e for e in waiting if e is not failed[0])
+        return any(lane.tier in e.owed and lane.tier not in e.uploaded_to for e in others)
+
+    def _set_aside(self, entry: LedgerEntry, tier: str, cause: BaseException) -> None:
+        """Stop trying a copy, on all ranks, that fails again and again while the tier receives others."""
+        error = FlushError(
+            f"flush of {entry.id} to {tier} is set aside: it failed {entry.failures[tier].count} times, and {tier} "
+            f"accepts others: {cause}. Fix what prevents it from being written there: the next start tries it again"
+        )
+        error.__cause__ = cause
+        self._messages.report_copy_failed(tier, entry.id, error, set_aside=True)
+
+    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        """Stop trying a copy in this start. Commit records of later ones say that it is still owed."""
+        entry.set_aside = {**entry.set_aside, tier: error}
+        entry.overtaken |= {tier}
+        entry.owed -= {tier}
+        self._emitter.emit(events.SetAside, id=entry.id, tier=tier, reason=error)
+        self._report(entry, tier, error)
+        self.stop_copy(entry, tier, error)
+
+    def stalled(self, lane: FlushLane, error: BaseException, now_s: float) -> None:
+        """A copy could not continue. Its written chunks are kept, and it is retried from there."""
+        if lane.stall(now_s):
+            assert lane.active is not None
+            since_s = now_s - lane.failing_for_s(now_s)
+            until_s = lane.not_before_s
+            self.note_stall(lane.tier, lane.active.entry, error, since_s, until_s)
+
+    def note_stall(
+        self,
+        tier: str,
+        entry: LedgerEntry,
+        error: BaseException,
+        since_s: float,
+        until_s: float,
+    ) -> None:
+        """A tier has accepted nothing of a copy, or of its commit record, since ``since_s``; the next try is
+        at ``until_s``."""
+        now_s = self._ledger.now_s
+        again_s = max(0.0, until_s - now_s)
+        self._emitter.emit(
+            events.FlushStalled, id=entry.id, tier=tier, reason=error, again_s=again_s
+        )
+        self._conditions.report(
+            tier, logging.WARNING, "flush of %s to %s stalls, and continues in %.1f s: %s",
+            entry.id, tier, until_s - now_s, error,
+        )  # fmt: skip
+        if now_s - since_s >= self._max_wait_s[tier]:
+            self._report_failing(tier, entry, _flush_error(entry, tier, error))
+
+    def commit_failed(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
+        """A copy was uploaded, and its commit record cannot be written: it has failed, and is still owed."""
+        transfer = Transfer(entry=entry, error=error, published=True)
+        self._on_copy_failed(self._lanes[tier], transfer, self._ledger.now_s)
+
+    def _report(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        if entry.handle is not None:
+            entry.handle.on_tier_failed(tier, error)
+        self.errors.append(error)
+        if isinstance(error, CapacityError):  # later steps are no smaller, as a rule
+            self._conditions.report((tier, CapacityError), logging.ERROR, "%s", error)
+        else:
+            logger.error("%s", error)
+
+    def on_task_error(self, error: BaseException | None) -> None:
+        """Stop writing, on all ranks, if a task failed because its tier has a record of a newer attempt."""
+        if isinstance(error, FencedError):
+            self.fence(error)
+            self._messages.report(NewerAttempt(text=str(error)))
+
+    def _on_fenced_elsewhere(self, message: NewerAttempt, rank: int) -> None:
+        text = self._group.topology.name_rank(rank, message.text)
+        self._messages.announce(NewerAttempt(text=text))
+
+    def _on_fenced(self, message: NewerAttempt) -> None:
+        self.fence(FencedError(message.text))
+
+    def fence(self, error: FencedError) -> None:
+        """A newer attempt exists: this process writes nothing more."""
+        if self._ledger.fenced is None:
+            self._ledger.fenced = error
+            self._emitter.emit(events.OperationFailed, doing="fence", reason=error)
+            self.errors.append(error)
+            logger.error("%s", error)
+        for entry in self._ledger.open():
+            entry.give_up(tuple(entry.owed), error)
+        for lane in self._lanes.values():
+            lane.give_up(error)
+        self._deleter.cancel()
+
+    def is_newest(self, tier: str, entry: LedgerEntry) -> bool:
+        """Return whether ``latest`` of a tier may name this checkpoint: it never goes back."""
+        abandoned = self._ledger.abandoned()
+        newer = takewhile(lambda e: e.id > entry.id, self._ledger.entries.newest_first())
+        return not any(
+            e.id not in abandoned and e.state(tier) is CopyState.COMMITTED for e in newer
+        )
+
+    def older_owed(self, tier: str, entry: LedgerEntry) -> tuple[CheckpointId, ...]:
+        """Return the older checkpoints that the tier is still owed while newer ones are committed there."""
+        abandoned = self._ledger.abandoned()
+        found = (
+            e.id
+            for e in self._ledger.overtaken()
+            if tier in e.overtaken
+            and e.age_order < entry.age_order
+            and not (e.id in abandoned or e.deleted or e.state(tier) is CopyState.COMMITTED)
+        )
+        return tuple(sorted(found)[-OLDER_OWED_MAX:])
+
+    def give_up_for_all(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        """Give up a copy that this rank can never make, on all ranks."""
+        self._messages.report_copy_failed(tier, entry.id, error)
+        self.give_up_copy(entry, tier, error)
+
+    def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        entry.owed -= {tier}
+        self._emitter.emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
+        self._report(entry, tier, error)
+        self.stop_copy(entry, tier, error)
+        if not any(lane.is_copying(entry.id) for lane in self._lanes.values()):
+            self._ledger.forget_if_gone(entry)
+
+    def stop_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        """Abort a copy that was given up, if it is in progress."""
+        lane = self._lanes[tier]
+        if lane.is_copying(entry.id):
+            lane.give_up(error)
+
+    # Order ------------------------------------------------------------------------------------------
+
+    def _waiting(self, tier: str) -> Iterator[LedgerEntry]:
         """Yield the copies that a tier is owed and that this rank may begin, in their order."""
         owing = (e for e in self._ledger.open() if tier in e.owed and tier not in e.uploaded_to)
         waiting = sorted(owing, key=lambda entry: entry.age_order)
@@ -88,7 +546,7 @@ class FlushQueue:
             if entry is None:
                 continue
             if decision.verdict is Verdict.DROP:
-                self.give_up(entry, tier, decision.reason)
+                self._give_up_by_rule(entry, tier, decision.reason)
             else:
                 planned.append(entry)
         # files of a failed attempt occupy room, and the next attempt overwrites them
@@ -97,7 +555,9 @@ class FlushQueue:
         yield from (entry for entry in planned if entry not in begun)
         yield from waiting.values()  # abandoned ones
 
-    def displaces_newer(self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool) -> bool:
+    def _displaces_newer(
+        self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool
+    ) -> bool:
         """Return whether newer copies are on the tier, and this one needs the room of one, or does not fit. Copies that
         a person has deleted count as free room. False for a pinned one, and where copies are made in order."""
         draining = self._drain_schedule.active
@@ -123,7 +583,7 @@ class FlushQueue:
         doomed = (e for e in self._ledger.entries.values() if e.deleted)
         return sum(e.bytes.get(tier, 0) for e in doomed if e.readable_on(tier))
 
-    def give_up(
+    def _give_up_by_rule(
         self, entry: LedgerEntry, tier: str, reason: str, *, level: int = logging.INFO
     ) -> None:
         """Give up a copy by a configured rule, on all ranks. The save's handle reports it; it is no failure."""
@@ -131,87 +591,26 @@ class FlushQueue:
             return
         logger.log(level, "flush of %s to %s is given up: %s", entry.id, tier, reason)
         self._announced.add((tier, entry.id))
-        self._messages.report(MessageKind.GIVE_UP, entry.id, tier, Reason(text=reason))
+        self._messages.report(GivenUpCopy(reason=reason, by_rule=True), entry.id, tier)
 
-    def give_up_on_this_rank(self, entry: LedgerEntry, tier: str, reason: str) -> None:
+    def give_up_by_rule(self, entry: LedgerEntry, tier: str, reason: str) -> None:
         """Give up a copy on this rank, as rank 0 announced."""
         self._announced.discard((tier, entry.id))
         if tier not in entry.owed:
             return
         error = entry.given_up(f"{tier}: {reason}")
-        self._emitter.flush_given_up(tier, entry.id, error)
+        self._emitter.emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
         entry.give_up([tier], error)
         self._ledger.forget_if_gone(entry)
 
+    # Room -------------------------------------------------------------------------------------------
 
-FITTING_UNTIL_ROOM = 3
-"""A disk has room again once so many copies in a row were written without a deletion: images differ in size."""
-
-
-@dataclass(slots=True)
-class FullDisk:
-    """A tier's disk, from the first write that found no space until it has room again. ``error`` is of the last such
-    write, ``deleted`` are copies deleted for room, ``fitting`` counts later copies without deletion."""
-
-    error: StorageFullError
-    deleted: list[CheckpointId] = field(default_factory=list)
-    fitting: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RoomDecision:
-    """Whether a copy may begin now. If not: ``error`` says that no room can be made, ``never`` that none ever can;
-    without an error, the copy waits."""
-
-    admitted: bool
-    error: CapacityError | None = None
-    never: bool = False
-
-
-ADMIT, WAIT = RoomDecision(True), RoomDecision(False)
-
-
-class TierRoom:
-    """Room on a stored tier for the next copy: what is evicted or given up for it, and when a copy has to wait. The
-    policies decide, on rank 0 for all ranks, and the deleter dispatches evictions as tasks."""
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        lanes: Mapping[str, FlushLane],
-        deleter: Deleter,
-        verifier: BackgroundVerifier,
-        queue: FlushQueue,
-    ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
-        self._lanes = lanes
-        self._deleter = deleter
-        self._verifier = verifier
-        self._queue = queue
-        self._full: dict[str, FullDisk] = {}
-
-    def on_disk_full(self, lane: FlushLane, error: StorageFullError) -> None:
+    def _note_full(self, lane: FlushLane, error: StorageFullError) -> None:
         """A copy to a tier found no space on its disk."""
         lane.disk_full = True
-        full = self._full.setdefault(lane.tier, FullDisk(error))
-        full.error, full.fitting = error, -1  # that copy needed a deletion: it does not count
+        self._full[lane.tier] = error
 
-    def on_committed(self, tier: str) -> None:
-        """A copy was committed on a tier: log that its disk has room again, where that is so."""
-        if tier not in self._full:
-            return
-        self._full[tier].fitting += 1
-        if self._full[tier].fitting == FITTING_UNTIL_ROOM and (
-            deleted := self._full.pop(tier).deleted
-        ):
-            logger.warning(
-                "tier %s is not full any more: the last %d checkpoints needed no deletion. Deleted before: %s",
-                tier, FITTING_UNTIL_ROOM, format_some([str(id) for id in deleted]),
-            )  # fmt: skip
-
-    def try_admit(self, lane: FlushLane, entry: LedgerEntry) -> RoomDecision:
+    def _try_admit(self, lane: FlushLane, entry: LedgerEntry) -> RoomDecision:
         """Decide whether a copy may begin; start the evictions that it needs."""
         if self._ledger.restoring or self._deleter.is_deleting(lane.tier):
             return WAIT
@@ -247,13 +646,13 @@ class TierRoom:
     ) -> bool:
         """Return whether newer copies on the tier leave this one no room. It is given up then, or waits if older ones
         may be evicted for it once a copy there is verified."""
-        displaces_newer = partial(self._queue.displaces_newer, lane.tier, entry, fits=free >= need)
+        displaces_newer = partial(self._displaces_newer, lane.tier, entry, fits=free >= need)
         if not displaces_newer(plan):
             return False
         best = self._plan(replace(view, assume_verified=True), lane, need=need, free=free)
         if displaces_newer(best) or not self._verifier.hasten(lane.tier):
             reason = "newer ones came first, and there is no room beside them"
-            self._queue.give_up(entry, lane.tier, reason)
+            self._give_up_by_rule(entry, lane.tier, reason)
         return True
 
     def _damaged_for_room(self, view: View, lane: FlushLane, short_bytes: int) -> list[Decision]:
@@ -300,17 +699,14 @@ class TierRoom:
 
     def _log_deleted_for_disk(self, tier: str, decision: Decision) -> None:
         """Log the first copy that is deleted because a disk is full, and which ones are kept."""
-        full = self._full[tier]
-        full.deleted.append(decision.checkpoint)
-        if len(full.deleted) > 1:
-            return
         entries = self._ledger.entries
         kept = [str(e.id) for e in entries.newest_first() if e.state(tier) is CopyState.COMMITTED]
-        logger.warning(
+        self._conditions.report(
+            (tier, StorageFullError), logging.WARNING,
             "tier %s is full, and deletes older checkpoints for each new one. Deleted: %s (%s). Kept: %s. Later "
             "deletions are logged at level INFO. Free space there, keep fewer checkpoints (retain), or use a larger "
             "disk. The write that failed: %s",
-            tier, decision.checkpoint, decision.reason, format_some(kept) or "none", full.error,
+            tier, decision.checkpoint, decision.reason, format_some(kept) or "none", self._full[tier],
         )  # fmt: skip
 
     def _need_and_free(
@@ -354,13 +750,13 @@ class TierRoom:
     def _relieve(self, lane: FlushLane, missing_bytes: int) -> bool:
         """Give up what slower tiers are owed of one checkpoint, where their rules permit it and that makes room."""
         entries = self._ledger.entries
-        settling = {e.id for e in self._ledger.open() if e.commit_unknown_on or e.uploaded_to}
+        settling = self._ledger.settling()
         settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
         view = self._ledger.view(settling=settling)
         decisions = plan_relief(view, lane.tier, missing_bytes=missing_bytes)
         for decision in decisions:
             entry, reason = entries[decision.checkpoint], decision.reason
-            self._queue.give_up(entry, decision.tier, reason, level=logging.WARNING)
+            self._give_up_by_rule(entry, decision.tier, reason, level=logging.WARNING)
         return bool(decisions)
 
     def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
@@ -369,7 +765,7 @@ class TierRoom:
             then = "all ranks give it up there"
         found = f"there is room for {format_size(free)}"
         if lane.disk_full:
-            found = f"the disk is full ({self._full[lane.tier].error})"
+            found = f"the disk is full ({self._full[lane.tier]})"
         _, damaged = self._deleter.damaged_for_room(self._ledger.view(), lane.tier)
         kept = ""
         if damaged:
@@ -390,426 +786,13 @@ def _outgrown(tier: str, entry: LedgerEntry, need: int, capacity: int) -> Capaci
     )
 
 
-ARRIVALS_BEFORE_SET_ASIDE = 8
-"""A copy with retryable failures is set aside once so many of them each followed another's commit."""
-ROOM_S = 1.0
-"""A rank that found no space waits so many seconds, then twice as many: its leader has probably made rank 0's deletion,
-too, by then."""
-OLDER_OWED_MAX = 64
-"""A commit record names at most so many older checkpoints that are still owed, the newest."""
-DURABLE_REMEMBERED = 1024
-
-
-class Flusher:
-    """Which copy each lane begins next, and what follows when one is committed, stalls or fails. ``errors`` are
-    reported at close; ``durable`` holds the last committed copies (checkpoint, tier), oldest first."""
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        lanes: Mapping[str, FlushLane],
-        deleter: Deleter,
-        queue: FlushQueue,
-        room: TierRoom,
-        backlog: Backlog,
-        max_wait_s: float,
-    ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
-        self._lanes = lanes
-        self._deleter = deleter
-        self.queue = queue
-        self._room = room
-        self._backlog = backlog
-        self._messages = context.messages
-        self._emitter = context.emitter
-        self._wake_at = context.wake_at
-        self._max_wait_s = {r.name: r.max_wait_s or max_wait_s for r in context.ledger.rules}
-        self.errors: list[BaseException] = []
-        self.durable: dict[tuple[CheckpointId, str], None] = {}
-        self._reported_failing: dict[str, CheckpointId] = {}
-        self._conditions = Conditions()
-
-    def drive(self, lane: FlushLane, now_s: float, *, begin: bool, has_news: bool = False) -> None:
-        """Advance a lane; ``begin``: another copy may begin. ``has_news``: there may be room for it by now."""
-        while True:
-            is_due = now_s >= lane.not_before_s
-            if is_due and lane.lacks_room:  # a write shows whether the disk is still full
-                lane.disk_full = lane.lacks_room = False
-            is_due = is_due or (lane.lacks_room and has_news)
-            free = lane.active is None and self._ledger.fenced is None and is_due
-            is_committing = any(tier == lane.tier for tier, _ in self._ledger.committing)
-            if free and begin and not is_committing:
-                self._begin_next(lane, now_s)
-            self._wake_at(lane.not_before_s)
-            if lane.active is None:
-                return
-            others = (other for other in self._lanes.values() if other is not lane)
-            lane.advance(now_s, [run for other in others for run in other.reading()])
-            transfer = lane.aborted()
-            if transfer is None:
-                return
-            self._on_copy_failed(lane, transfer, now_s)
-
-    def _begin_next(self, lane: FlushLane, now_s: float) -> None:
-        waiting = sorted(self.queue.waiting(lane.tier), key=lane.rounds_failed)
-        abandoned = self._ledger.abandoned() if waiting else ()
-        for entry in waiting:
-            if entry.id in abandoned:
-                self.queue.give_up(entry, lane.tier, "it is abandoned")
-            elif lane.has_no_source(entry):
-                error = FlushError(
-                    f"flush of {entry.id} to {lane.tier}: no tier has a good copy of it any more"
-                )
-                self._messages.report_copy_failed(lane.tier, entry.id, error)
-            elif not self._group.decides:
-                is_deleting = self._deleter.is_deleting(lane.tier)
-                if not (lane.disk_full or is_deleting or self._ledger.restoring):
-                    self._begin(lane, entry)  # rank 0 has made room already
-                return
-            else:
-                decision = self._room.try_admit(lane, entry)
-                if decision.admitted:
-                    lane.lacks_room = False
-                    lane.not_before_s = min(lane.not_before_s, now_s)
-                    self._begin(lane, entry)
-                elif decision.error is not None and decision.never:
-                    self.give_up_for_all(entry, lane.tier, decision.error)
-                elif decision.error is not None:
-                    self._on_no_room(lane, entry, decision.error, now_s)
-                if lane.tier in entry.owed:
-                    return
-
-    def _begin(self, lane: FlushLane, entry: LedgerEntry) -> None:
-        """Begin a copy that has room."""
-        self._emitter.flush_begun(lane.tier, entry, lane.edge_bytes, tries=lane.tries)
-        lane.begin(entry, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
-        if self._group.decides:
-            self._messages.announce_to_others(MessageKind.ADMITTED, entry.id, lane.tier)
-
-    def _on_no_room(
-        self, lane: FlushLane, entry: LedgerEntry, error: CapacityError, now_s: float
-    ) -> None:
-        lane.lacks_room = True
-        if now_s >= lane.not_before_s:
-            # other processes may free room on the disk, or have unpinned a checkpoint
-            lane.not_before_s = now_s + self._ledger.longest_wait_s
-            self._deleter.schedule_plan(lane.tier)
-        if self._ledger.many_ranks:  # they do not wait for one of them
-            self._messages.report_copy_failed(lane.tier, entry.id, error)
-        else:
-            self._report_failing(lane.tier, entry, error)
-
-    def on_full_elsewhere(self, tier: str, entry: LedgerEntry, error: StorageFullError) -> None:
-        """Make room for a copy that another rank found none for; for rank 0."""
-        lane = self._lanes[tier]
-        own_is_full = lane.disk_full
-        self._room.on_disk_full(lane, error)
-        decision = self._room.try_admit(lane, entry)
-        lane.disk_full = own_is_full and lane.disk_full
-        if decision.error is not None:
-            self._messages.report_copy_failed(tier, entry.id, decision.error)
-
-    def on_room_elsewhere(self, tier: str) -> None:
-        """Rank 0 has deleted a copy from a tier, and the leaders of other nodes do so now: a copy that finds no room
-        there is tried for a time before a report."""
-        lane = self._lanes[tier]
-        lane.room_tries = 1
-        if lane.lacks_room:
-            lane.not_before_s = min(lane.not_before_s, self._ledger.now_s + ROOM_S)
-
-    def _on_disk_full(self, lane: FlushLane, entry: LedgerEntry, error: StorageFullError) -> None:
-        """A copy of a rank other than 0 found no space: have rank 0 make room, unless it may have done so just now."""
-        lane.disk_full = lane.lacks_room = True
-        wait_s = ROOM_S * 2**lane.room_tries
-        if lane.room_tries and wait_s < self._ledger.longest_wait_s:
-            lane.room_tries += 1
-        else:
-            lane.room_tries, wait_s = 0, self._ledger.longest_wait_s
-            self._conditions.report(
-                lane.tier, logging.WARNING,
-                "flush of %s to %s found no space, rank 0 is asked to make some: %s",
-                entry.id, lane.tier, error,
-            )  # fmt: skip
-            self._messages.report(MessageKind.FULL, entry.id, lane.tier, Reason(text=str(error)))
-        lane.not_before_s = self._ledger.now_s + wait_s
-
-    def _report_failing(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
-        """Report, once for a copy, that a tier does not accept it at present."""
-        last, self._reported_failing[tier] = self._reported_failing.get(tier), entry.id
-        is_news = last != entry.id or tier not in self._ledger.failing
-        self.mark_failing(tier, error)
-        if is_news:
-            self._messages.report(MessageKind.STUCK, entry.id, tier, Reason(text=str(error)))
-
-    def mark_failing(self, tier: str, error: BaseException) -> None:
-        """A tier does not accept copies at present, of this rank or another: every handle that waits for it reports
-        the error."""
-        if tier not in self._ledger.failing:
-            self._ledger.failing[tier] = error
-            self._emitter.tier_failing(tier, error)
-            self.errors.append(error)
-            self._conditions.report(tier, logging.ERROR, "%s", error)
-        for entry in self._ledger.open():
-            if tier in entry.owed:
-                self._fail_handle(entry, tier)
-
-    def save_begun(self, entry: LedgerEntry) -> None:
-        """Report tiers that do not accept copies at present to a new save. Where only one copy has failed since the
-        last commit, that copy may be the cause: the new one is tried at once."""
-        for tier in entry.owed & self._ledger.failing.keys():
-            lane = self._lanes[tier]
-            if self._may_be_one_copy(lane):
-                lane.not_before_s = min(lane.not_before_s, self._ledger.now_s)
-            else:
-                self._fail_handle(entry, tier)
-
-    def _fail_handle(self, entry: LedgerEntry, tier: str) -> None:
-        if entry.handle is not None:
-            entry.handle.on_tier_failed(tier, self._ledger.failing[tier])
-
-    def on_room_made(self, lane: FlushLane, now_s: float) -> None:
-        lane.not_before_s = min(lane.not_before_s, now_s)
-        if lane.lacks_room:
-            self.on_recovered(lane.tier)
-        lane.disk_full = lane.lacks_room = False
-
-    def on_recovered(self, tier: str) -> None:
-        """A tier accepts copies of this rank again."""
-        if tier not in self._ledger.stuck:
-            self._accepts_copies(tier)
-
-    def _accepts_copies(self, tier: str) -> None:
-        if self._ledger.failing.pop(tier, None) is not None:
-            self._emitter.tier_recovered(tier)
-        owed = sum(tier in entry.owed for entry in self._ledger.open())
-        text = "tier %s accepts copies again; copies that it is still owed: %d"
-        self._conditions.end(tier, text, tier, owed)
-
-    def committed(self, tier: str, id: CheckpointId, stored_bytes: int, *, found: bool) -> None:
-        """A checkpoint was committed on a tier, where it occupies ``stored_bytes``. If ``found`` (see
-        ``CommittedCopy``), it is not known to be good: this start has not written or read it all."""
-        entry, lane = self._ledger.entries[id], self._lanes[tier]
-        entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
-        if not found:
-            entry.verified |= {tier}
-        if entry.handle is not None:
-            self._ledger.has_begun = True
-        entry.owed -= {tier}
-        self._ledger.unfinished.pop((lane.tier, id), None)
-        entry.commit_unknown_on -= {tier}
-        entry.failures = without(entry.failures, tier)
-        entry.set_aside = without(entry.set_aside, tier)
-        entry.overtaken -= {tier}
-        lane.succeeded(entry)
-        self._room.on_committed(tier)
-        self._accepts_copies(lane.tier)
-        self._conditions.end(
-            (tier, CapacityError), "tier %s has room for a step again: %s", tier, id
-        )
-        self._emitter.committed(lane.tier, id, stored_bytes)
-        self.durable[id, lane.tier] = None
-        if len(self.durable) > DURABLE_REMEMBERED:
-            del self.durable[next(iter(self.durable))]
-        self._deleter.schedule_plan(lane.tier)
-        self._backlog.on_committed(lane.tier, id)
-        if entry.handle is not None:
-            entry.handle.on_committed(lane.tier)
-
-    def _on_copy_failed(self, lane: FlushLane, transfer: Transfer, now_s: float) -> None:
-        """A copy failed. It is still owed unless no attempt can succeed; files that it may have left are noted."""
-        entry, error = transfer.entry, transfer.error
-        assert error is not None
-        self._emitter.flush_failed(lane.tier, entry.id, error)
-        entry.set_state(lane.tier, CopyState.ABSENT)
-        if transfer.published:
-            self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
-            entry.commit_unknown_on |= {lane.tier}
-        if lane.tier not in entry.owed:
-            if entry.deleted:
-                lane.forget_stall()
-            self._ledger.forget_if_gone(entry)
-            return
-        if isinstance(error, PreemptedError):
-            logger.info("%s", error)
-            return
-        if isinstance(error, StorageFullError) and self._group.decides:
-            self._room.on_disk_full(lane, error)
-            return
-        if isinstance(error, StorageFullError):
-            self._on_disk_full(lane, entry, error)
-            return
-        lane.back_off(entry, error, now_s)
-        if not self._stop_trying(lane, transfer, error):
-            self._report_failure(lane, entry, error, now_s)
-
-    def _stop_trying(self, lane: FlushLane, transfer: Transfer, error: BaseException) -> bool:
-        """Set aside a copy that fails while the tier receives others, unless its source could not be read; return
-        whether that was done."""
-        entry = transfer.entry
-        failures = entry.failures.get(lane.tier, CopyFailures())
-        entry.failures = {**entry.failures, lane.tier: failures}
-        is_retryable = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
-        failures.record(lane.arrivals, lasts=not is_retryable)
-        tried = failures.count >= TRIES_BEFORE_REPORT
-        others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
-        alone = tried and failures.others_arrived >= others_needed and not transfer.source_is_unread
-        entry.overtaken |= {lane.tier}
-        if alone:
-            self._set_aside(entry, lane.tier, error)
-        return alone
-
-    def _report_failure(
-        self, lane: FlushLane, entry: LedgerEntry, error: BaseException, now_s: float
-    ) -> None:
-        """Log a failed copy; report the tier as failing where it may be at fault, or has failed for long."""
-        failures = entry.failures[lane.tier]
-        self._conditions.report(
-            lane.tier, logging.WARNING, "flush of %s to %s failed (try %d), again in %.1f s: %s",
-            entry.id, lane.tier, failures.count, lane.not_before_s - now_s, error,
-        )  # fmt: skip
-        lasts = (
-            failures.lasts and lane.tries >= TRIES_BEFORE_REPORT and not self._may_be_one_copy(lane)
-        )
-        if lasts or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
-            self._report_failing(lane.tier, entry, _flush_error(entry, lane.tier, error))
-
-    def _may_be_one_copy(self, lane: FlushLane) -> bool:
-        """Return whether all failures since the last commit are of one copy, are not retryable, and another waits."""
-        failed = [self._ledger.entries.get(id) for id in lane.failed]
-        # it may have been forgotten, and found again on another tier
-        failures = failed[0].failures.get(lane.tier) if len(failed) == 1 and failed[0] else None
-        if failures is None or not failures.lasts:
-            return False
-        others = (e for e in self._ledger.open() if e is not failed[0])
-        return any(lane.tier in e.owed and lane.tier not in e.uploaded_to for e in others)
-
-    def _set_aside(self, entry: LedgerEntry, tier: str, cause: BaseException) -> None:
-        """Stop trying a copy, on all ranks, that fails again and again while the tier receives others."""
-        error = FlushError(
-            f"flush of {entry.id} to {tier} is set aside: it failed {entry.failures[tier].count} times, and {tier} "
-            f"accepts others: {cause}. Fix what prevents it from being written there: the next start tries it again"
-        )
-        error.__cause__ = cause
-        self._messages.report_set_aside(tier, entry.id, error)
-
-    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        """Stop trying a copy in this start. Commit records of later ones say that it is still owed."""
-        entry.set_aside = {**entry.set_aside, tier: error}
-        entry.overtaken |= {tier}
-        entry.owed -= {tier}
-        self._emitter.set_aside(tier, entry.id, error)
-        self._report(entry, tier, error)
-        self.stop_copy(entry, tier, error)
-
-    def stalled(self, lane: FlushLane, error: BaseException, now_s: float) -> None:
-        """A copy could not continue. Its written chunks are kept, and it is retried from there."""
-        if lane.stall(now_s):
-            assert lane.active is not None
-            since_s = now_s - lane.failing_for_s(now_s)
-            until_s = lane.not_before_s
-            self.note_stall(lane.tier, lane.active.entry, error, since_s, until_s)
-
-    def note_stall(
-        self,
-        tier: str,
-        entry: LedgerEntry,
-        error: BaseException,
-        since_s: float,
-        until_s: float,
-    ) -> None:
-        """A tier has accepted nothing of a copy, or of its commit record, since ``since_s``; the next try is
-        at ``until_s``."""
-        now_s = self._ledger.now_s
-        self._emitter.flush_stalled(tier, entry.id, error, until_s)
-        self._conditions.report(
-            tier, logging.WARNING, "flush of %s to %s stalls, and continues in %.1f s: %s",
-            entry.id, tier, until_s - now_s, error,
-        )  # fmt: skip
-        if now_s - since_s >= self._max_wait_s[tier]:
-            self._report_failing(tier, entry, _flush_error(entry, tier, error))
-
-    def commit_failed(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
-        """A copy was uploaded, and its commit record cannot be written: it has failed, and is still owed."""
-        transfer = Transfer(entry=entry, error=error, published=True)
-        self._on_copy_failed(self._lanes[tier], transfer, self._ledger.now_s)
-
-    def _report(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        if entry.handle is not None:
-            entry.handle.on_tier_failed(tier, error)
-        self.errors.append(error)
-        if isinstance(error, CapacityError):  # later steps are no smaller, as a rule
-            self._conditions.report((tier, CapacityError), logging.ERROR, "%s", error)
-        else:
-            logger.error("%s", error)
-
-    def on_task_error(self, error: BaseException | None) -> None:
-        """Stop writing, on all ranks, if a task failed because its tier has a record of a newer attempt."""
-        if isinstance(error, FencedError):
-            self.fence(error)
-            self._messages.report_of_run(MessageKind.FENCED, Reason(text=str(error)))
-
-    def fence(self, error: FencedError) -> None:
-        """A newer attempt exists: this process writes nothing more."""
-        if self._ledger.fenced is None:
-            self._ledger.fenced = error
-            self._emitter.failed("fence", error)
-            self.errors.append(error)
-            logger.error("%s", error)
-        for entry in self._ledger.open():
-            entry.give_up(tuple(entry.owed), error)
-        for lane in self._lanes.values():
-            lane.give_up(error)
-        self._deleter.cancel()
-
-    def is_newest(self, tier: str, entry: LedgerEntry) -> bool:
-        """Return whether ``latest`` of a tier may name this checkpoint: it never goes back."""
-        abandoned = self._ledger.abandoned()
-        newer = takewhile(lambda e: e.id > entry.id, self._ledger.entries.newest_first())
-        return not any(
-            e.id not in abandoned and e.state(tier) is CopyState.COMMITTED for e in newer
-        )
-
-    def older_owed(self, tier: str, entry: LedgerEntry) -> tuple[CheckpointId, ...]:
-        """Return the older checkpoints that the tier is still owed while newer ones are committed there."""
-        abandoned = self._ledger.abandoned()
-        found = (
-            e.id
-            for e in self._ledger.overtaken()
-            if tier in e.overtaken
-            and e.age_order < entry.age_order
-            and not (e.id in abandoned or e.deleted or e.state(tier) is CopyState.COMMITTED)
-        )
-        return tuple(sorted(found)[-OLDER_OWED_MAX:])
-
-    def give_up_for_all(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        """Give up a copy that this rank can never make, on all ranks."""
-        self._messages.report_copy_failed(tier, entry.id, error)
-        self.give_up_copy(entry, tier, error)
-
-    def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        entry.owed -= {tier}
-        self._emitter.flush_given_up(tier, entry.id, error)
-        self._report(entry, tier, error)
-        self.stop_copy(entry, tier, error)
-        if not any(lane.is_copying(entry.id) for lane in self._lanes.values()):
-            self._ledger.forget_if_gone(entry)
-
-    def stop_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        """Abort a copy that was given up, if it is in progress."""
-        lane = self._lanes[tier]
-        if lane.is_copying(entry.id):
-            lane.give_up(error)
-
-
 def _flush_error(entry: LedgerEntry, tier: str, cause: BaseException) -> FlushError:
     error = FlushError(f"flush of {entry.id} to {tier} failed and is still being tried: {cause}")
     error.__cause__ = cause
     return error
 
 
-class CaptureEvents:
+class CaptureEvents(Component):
     """A snapshot from the beginning of its capture until its image is sealed or given up."""
 
     def __init__(
@@ -820,12 +803,10 @@ class CaptureEvents:
         flusher: Flusher,
         backlog: Backlog,
     ) -> None:
-        self._ledger = context.ledger
+        super().__init__(context)
         self._lanes = lanes
         self._flusher = flusher
         self._backlog = backlog
-        self._messages = context.messages
-        self._emitter = context.emitter
 
     def on_begun(self, event: CaptureBegun) -> None:
         snapshot = event.snapshot
@@ -855,7 +836,7 @@ class CaptureEvents:
         if (lost := self._ledger.lost_saves.get(entry.id)) is not None:
             self.give_up(entry, *lost)
             # this rank's lineage counts that save, others' may not
-            self._messages.report_of_run(MessageKind.ORDINAL, Ordinal(ordinal=entry.ordinal))
+            self._messages.report(Ordinal(ordinal=entry.ordinal))
 
     def on_advanced(self, event: CaptureAdvanced) -> None:
         if entry := self._ledger.entries.get(event.id):

@@ -7,7 +7,7 @@ on its source only while it reads, so that a copy may change its source between 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +15,7 @@ from enum import StrEnum
 from tierfall.core.copies.image_writes import ImageUpload
 from tierfall.core.flush.emitter import Context
 from tierfall.core.flush.facts import LedgerEntry
+from tierfall.core.flush.messages import FoundDamage
 from tierfall.core.flush.tasks import (
     AbortShard,
     CopyRun,
@@ -44,8 +45,8 @@ class Transfer:
     """A copy in progress.
 
     ``runs`` are chunk ranges (first chunk, chunk after the last), each copied by one task. ``waiting`` are the numbers
-    of those to begin, or begin again, ascending; ``outstanding`` those begun and not finished; ``reading`` the tasks
-    that now read a stored tier. ``stalls`` counts consecutive failures after which the copy continues where it stopped.
+    of those to begin, or begin again, ascending; ``outstanding`` those begun and not finished. ``stalls`` counts
+    consecutive failures after which the copy continues where it stopped.
     ``published``: files of it may be visible on the tier, without a commit. ``source_is_unread``: it failed because a
     source could not be read.
     """
@@ -56,7 +57,6 @@ class Transfer:
     runs: tuple[tuple[int, int], ...] = ()
     waiting: list[int] = field(default_factory=list)
     outstanding: set[int] = field(default_factory=set)
-    reading: dict[int, CopyRun] = field(default_factory=dict)
     in_flight: int = 0
     in_flight_bytes: int = 0
     done: int = 0
@@ -65,13 +65,6 @@ class Transfer:
     error: BaseException | None = None
     published: bool = False
     source_is_unread: bool = False
-
-    def first_waiting_within(self, run: CopyRun) -> int | None:
-        """Return the first waiting range that is contained in ``run``, a read for another tier."""
-        at = bisect_left(self.waiting, bisect_left(self.runs, (run.first, 0)))
-        if at < len(self.waiting) and self.runs[self.waiting[at]][1] <= run.stop:
-            return self.waiting[at]
-        return None
 
 
 class CopySources:
@@ -148,11 +141,11 @@ class LaneLimits:
 
 class FlushLane:
     """The state of copies to one stored tier. If memory is short, a tier that has the bytes is read instead.
-    ``arrivals`` counts the copies that the tier has received; ``failed`` are the checkpoints whose copy failed since
-    the last of them; ``edge_bytes`` counts bytes by source; ``stalled`` is the error of the last outcome, if the copy
-    can continue, ``last_error`` that of the last copy that stalled or failed. ``disk_full``: the last write found no
-    space; ``lacks_room``: no room can be made for the next copy until something changes; on a rank other than 0: it was
-    asked for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and grows by each try; else it is 0."""
+    ``arrivals`` counts the copies that the tier has received; ``edge_bytes`` counts bytes by source; ``stalled`` is the
+    error of the last outcome, if the copy can continue, ``last_error`` that of the last copy that stalled or failed.
+    ``disk_full``: the last write found no space; ``lacks_room``: no room can be made for the next copy until something
+    changes; on a rank other than 0: it was asked for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and
+    grows by each try; else it is 0."""
 
     def __init__(self, tier: str, *, limits: LaneLimits, context: Context) -> None:
         self.tier = tier
@@ -173,7 +166,6 @@ class FlushLane:
         self.last_error: BaseException | None = None
         self.edge_bytes: dict[str, int] = {}
         self.arrivals = 0
-        self.failed: set[CheckpointId] = set()
 
     # Driving ---------------------------------------------------------------------------------------
 
@@ -202,22 +194,18 @@ class FlushLane:
             )
         )
 
-    def advance(self, now_s: float, other_reads: Sequence[CopyRun]) -> None:
-        """Dispatch what can begin now. ``other_reads`` are reads of other lanes in progress."""
+    def advance(self, now_s: float) -> None:
+        """Dispatch what can begin now."""
         transfer = self.active
         if transfer is None:
             return
         ready = now_s >= self.not_before_s
         if transfer.phase is Phase.COPYING and ready:
-            self._dispatch_runs(transfer, other_reads)
+            self._dispatch_runs(transfer)
         if transfer.phase is Phase.COPYING and ready and self._all_copied(transfer):
             self._finish(transfer)
         if transfer.error is not None and transfer.phase is not Phase.ABORTING:
             self._stop(transfer)
-
-    def reading(self) -> Sequence[CopyRun]:
-        """Return the reads from stored tiers in progress, latest first."""
-        return () if self.active is None else tuple(reversed(self.active.reading.values()))
 
     def is_copying(self, id: CheckpointId) -> bool:
         return self.active is not None and self.active.entry.id == id
@@ -293,8 +281,6 @@ class FlushLane:
             return
         transfer.writer, manifest = outcome.value
         entry = transfer.entry
-        # the task has checked that it is not committed there
-        entry.commit_unknown_on -= {self.tier}
         if manifest is not None:
             entry.manifest = manifest
             entry.geometry = manifest.geometry()
@@ -308,7 +294,6 @@ class FlushLane:
         transfer.entry.lease(task.source.tier, -1)
         if task.source.region is None:
             transfer.in_flight_bytes -= task.end - task.start
-            del transfer.reading[task.number]
         if outcome.error is None:
             transfer.done += 1
             transfer.done_bytes += task.end - task.start
@@ -338,7 +323,7 @@ class FlushLane:
         self._sources.exclude(id, source.tier)
         is_gone = isinstance(error, KeyNotFoundError)
         if damages and not is_gone and source.region is None:
-            self._messages.report_damage(source.tier, id, str(error))
+            self._messages.report(FoundDamage(text=str(error)), id, source.tier)
         if self._source(transfer.entry) is not None:
             return True
         if not damages:
@@ -352,9 +337,9 @@ class FlushLane:
         self.active.in_flight += 1
         self._submit(task)
 
-    def _dispatch_runs(self, transfer: Transfer, other_reads: Sequence[CopyRun]) -> None:
+    def _dispatch_runs(self, transfer: Transfer) -> None:
         while transfer.in_flight < self._limits.parallel and transfer.error is None:
-            number = self._next_run(transfer, other_reads)
+            number = transfer.waiting[0] if transfer.waiting else None
             if number is None or self._is_far_ahead(transfer, number):
                 return
             source = self._source(transfer.entry, chunk=transfer.runs[number][1] - 1)
@@ -367,17 +352,6 @@ class FlushLane:
                 return
             if not self._dispatch_run(transfer, number, source):
                 return
-
-    def _next_run(self, transfer: Transfer, other_reads: Sequence[CopyRun]) -> int | None:
-        """Prefer a range that another lane reads now from the same source, so that it is read once; else the first."""
-        if not self._limits.window:
-            source = self._source(transfer.entry)
-            for run in other_reads:
-                if (run.id, run.source) == (transfer.entry.id, source):
-                    number = transfer.first_waiting_within(run)
-                    if number is not None:
-                        return number
-        return transfer.waiting[0] if transfer.waiting else None
 
     def _is_far_ahead(self, transfer: Transfer, number: int) -> bool:
         window, oldest = self._limits.window, min(transfer.outstanding, default=number)
@@ -394,6 +368,9 @@ class FlushLane:
             if over and transfer.in_flight:
                 return False
             transfer.in_flight_bytes += end - start
+        transfer.waiting.remove(number)
+        transfer.outstanding.add(number)
+        entry.lease(source.tier, +1)
         run = CopyRun(
             tier=self.tier,
             id=entry.id,
@@ -407,11 +384,6 @@ class FlushLane:
             manifest=self._manifest(entry, source),
             writer=transfer.writer,
         )
-        if source.region is None:
-            transfer.reading[number] = run
-        transfer.waiting.remove(number)
-        transfer.outstanding.add(number)
-        entry.lease(source.tier, +1)
         self._dispatch(run)
         return True
 
@@ -491,7 +463,6 @@ class FlushLane:
         """Delay the next copy after ``error``, longer after each consecutive failure."""
         self.last_error = error
         self.tries += 1
-        self.failed.add(entry.id)
         self.not_before_s = now_s + self._wait_s(self.tries)
         if self.failing_since_s is None:
             self.failing_since_s = now_s
@@ -502,10 +473,14 @@ class FlushLane:
     def rounds_failed(self, entry: LedgerEntry) -> int:
         """Return how many rounds of tries of a copy have failed: copies with fewer come first. 0 once another copy was
         committed on the tier."""
-        failures = entry.failures.get(self.tier)
-        if failures is None or failures.arrivals != self.arrivals:
+        if not self.has_failed(entry):
             return 0
-        return failures.count // TRIES_BEFORE_REPORT
+        return entry.failures[self.tier].count // TRIES_BEFORE_REPORT
+
+    def has_failed(self, entry: LedgerEntry) -> bool:
+        """Return whether a copy has failed since the tier has received one."""
+        failures = entry.failures.get(self.tier)
+        return failures is not None and failures.count > 0 and failures.arrivals == self.arrivals
 
     def failing_for_s(self, now_s: float) -> float:
         return 0.0 if self.failing_since_s is None else now_s - self.failing_since_s
@@ -517,7 +492,6 @@ class FlushLane:
     def succeeded(self, entry: LedgerEntry) -> None:
         self._sources.forget(entry.id)
         self.arrivals += 1
-        self.failed.clear()
         self.tries = 0
         self.last_error = None
         self.failing_since_s = None

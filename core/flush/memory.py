@@ -8,17 +8,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Protocol
 
 from tierfall.core.capture.snapshot import CaptureAdvanced, HostMemory, HostRegion
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.flusher import Flusher
 from tierfall.core.flush.lane import FlushLane
 from tierfall.core.flush.tasks import AdmissionRequest, CopyRun, Event, Outcome
 from tierfall.core.flush.throttle import Backlog
 from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.types import events
 from tierfall.core.types.errors import CapacityError, FlushError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, WhenFull
@@ -27,78 +27,6 @@ from tierfall.policies.backpressure import plan_superseding
 from tierfall.policies.eviction import plan_eviction
 
 logger = logging.getLogger("tierfall")
-
-
-class Superseder:
-    """Supersedes an image that is not flushed yet for a newer save, if memory is full; the policy chooses it.
-
-    A kill at any point is safe: first one atomic write of 8 bytes unseals the image, so that no later start uses it;
-    then the handle reports it; the region is freed once no task reads it. An image that a lane is copying is never
-    superseded, so no copy has to be aborted. ``kept`` has the reasons why the other images were kept.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        lanes: Mapping[str, FlushLane],
-    ) -> None:
-        self._ledger = context.ledger
-        self._lanes = lanes
-        self._messages = context.messages
-        self._emitter = context.emitter
-        self.kept: tuple[str, ...] = ()
-
-    def make_room(
-        self, saved: CheckpointId, would_fit: Callable[[Collection[HostRegion]], bool]
-    ) -> bool:
-        """Give up one image for ``saved``; return False if none may be, with the reasons in ``kept``.
-
-        ``would_fit`` returns whether ``saved`` would fit if the given regions were free.
-        """
-        view = self._ledger.view(settling=self._settling())
-        host = self._ledger.host
-        entries = self._ledger.entries
-        decisions = plan_superseding(
-            view,
-            host,
-            fits=lambda gone: would_fit([r for id in gone if (r := entries[id].region)]),
-        )
-        self.kept = tuple(f"{d.checkpoint}: {d.reason}" for d in decisions)
-        for decision in decisions:
-            if decision.verdict is Verdict.DROP:
-                self._give_up(entries[decision.checkpoint], decision.reason, saved)
-                return True
-        return False
-
-    def _settling(self) -> set[CheckpointId]:
-        """Return what must be kept: what a lane copies, and what may be committed already.
-
-        A tier that is slower than the saves receives whole copies only because their sources are kept.
-        """
-        uncertain = {e.id for e in self._ledger.open() if e.commit_unknown_on}
-        copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
-        copied |= {e.id for e in self._ledger.open() if e.uploaded_to}
-        return uncertain | copied
-
-    def _give_up(self, entry: LedgerEntry, reason: str, saved: CheckpointId) -> None:
-        host = self._ledger.host
-        assert entry.region is not None
-        error = CapacityError(
-            f"save of step {entry.id.step} is superseded by step {saved.step}: tier {host} had no room for both "
-            f"(when_full), and of what lies there {reason}. It was still owed to "
-            f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
-            "or flush less"
-        )
-        self._emitter.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
-        if entry.region.sealed:
-            entry.region.unseal()
-        entry.owed = frozenset()
-        entry.set_state(host, CopyState.LEAVING)
-        if entry.handle is not None:
-            entry.handle.on_given_up(SaveOutcome.SUPERSEDED, error)
-        logger.warning("%s", error)
-        self._messages.report_save_failed(entry.id, error, SaveOutcome.SUPERSEDED)
 
 
 class LeftoverMemory(Protocol):
@@ -111,7 +39,7 @@ class LeftoverMemory(Protocol):
     def free_deleted(self, is_noted: Callable[[CheckpointId], bool]) -> None: ...
 
 
-class Admissions:
+class Admissions(Component):
     """Saves that wait for a region, first come, first served."""
 
     def __init__(
@@ -120,21 +48,21 @@ class Admissions:
         *,
         host: HostMemory,
         flusher: Flusher,
-        superseder: Superseder,
+        lanes: Mapping[str, FlushLane],
         backlog: Backlog,
         leftovers: LeftoverMemory | None,
         when_full: WhenFull,
         max_wait_s: float,
     ) -> None:
-        self._ledger = ledger = context.ledger
+        super().__init__(context)
+        ledger = context.ledger
         self._host = host
         self._flusher = flusher
-        self._superseder = superseder
+        self._lanes = lanes
+        self._kept: tuple[str, ...] = ()
+        """Why no image was superseded for the last save."""
         self._backlog = backlog
         self._leftovers = leftovers
-        self._messages = context.messages
-        self._emitter = context.emitter
-        self._wake_at = context.wake_at
         self._when_full = when_full
         self._max_wait_s = max_wait_s
         self._bounds_s = {r.name: r.max_wait_s for r in ledger.rules if r.max_wait_s is not None}
@@ -253,10 +181,7 @@ class Admissions:
             self._ask_to_give_up(decision)
         if not self._may_supersede:
             return False
-        would_fit = partial(
-            self._would_fit, image_bytes=request.image_bytes, records_bytes=request.records_bytes
-        )
-        if not self._superseder.make_room(request.id, would_fit):
+        if not self._supersede(request):
             return False
         self._release_given_up()
         return True
@@ -280,12 +205,59 @@ class Admissions:
         newest = next((c.id for c in view.live if c.readable_on(self._ledger.host)), None)
         return decision.checkpoint == newest or bool(self._ledger.entries[decision.checkpoint].owed)
 
-    def _would_fit(
-        self, gone: Collection[HostRegion], *, image_bytes: int, records_bytes: int
-    ) -> bool:
-        return self._host.would_fit(
-            image_bytes=image_bytes, records_bytes=records_bytes, without=gone
+    def _supersede(self, request: AdmissionRequest) -> bool:
+        """Give up one image that is not flushed yet for a newer save; return False if none may be, with the reasons in
+        ``_kept``. The policy chooses it.
+
+        A kill at any point is safe: first one atomic write of 8 bytes unseals the image, so that no later start uses
+        it; then the handle reports it; the region is freed once no task reads it. An image that a lane is copying is
+        never superseded, so no copy has to be aborted.
+        """
+        view = self._ledger.view(settling=self._settling())
+        host = self._ledger.host
+        entries = self._ledger.entries
+        decisions = plan_superseding(
+            view,
+            host,
+            fits=lambda gone: self._host.would_fit(
+                image_bytes=request.image_bytes,
+                records_bytes=request.records_bytes,
+                without=[r for id in gone if (r := entries[id].region)],
+            ),
         )
+        self._kept = tuple(f"{d.checkpoint}: {d.reason}" for d in decisions)
+        for decision in decisions:
+            if decision.verdict is Verdict.DROP:
+                self._give_up(entries[decision.checkpoint], decision.reason, request.id)
+                return True
+        return False
+
+    def _settling(self) -> set[CheckpointId]:
+        """Return what must be kept: what a lane copies, and what may be committed already.
+
+        A tier that is slower than the saves receives whole copies only because their sources are kept.
+        """
+        copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
+        return copied | self._ledger.settling()
+
+    def _give_up(self, entry: LedgerEntry, reason: str, saved: CheckpointId) -> None:
+        host = self._ledger.host
+        assert entry.region is not None
+        error = CapacityError(
+            f"save of step {entry.id.step} is superseded by step {saved.step}: tier {host} had no room for both "
+            f"(when_full), and of what lies there {reason}. It was still owed to "
+            f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
+            "or flush less"
+        )
+        self._emitter.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
+        if entry.region.sealed:
+            entry.region.unseal()
+        entry.owed = frozenset()
+        entry.set_state(host, CopyState.LEAVING)
+        if entry.handle is not None:
+            entry.handle.on_given_up(SaveOutcome.SUPERSEDED, error)
+        logger.warning("%s", error)
+        self._messages.report_save_failed(entry.id, error, SaveOutcome.SUPERSEDED)
 
     def _no_room(self, request: AdmissionRequest) -> CapacityError:
         """Return the error of a skipped save, and log it; with ``skip``, once until a save finds room again."""
@@ -297,8 +269,8 @@ class Admissions:
         else:
             waited_s = self._deadline_s(request) - request.deadline_s + self._max_wait_s
             waited = f"none became free within max_wait ({waited_s:g} s)"
-        if self._may_supersede and self._superseder.kept:
-            kept = f" (nothing was given up for it: {'; '.join(self._superseder.kept)})"
+        if self._may_supersede and self._kept:
+            kept = f" (nothing was given up for it: {'; '.join(self._kept)})"
         error = CapacityError(
             f"save of step {request.id.step}: tier {self._ledger.host} has room for "
             f"{format_size(self._host.largest_free_bytes)}, of {format_size(self._host.capacity_bytes)}; "
@@ -334,10 +306,12 @@ class Admissions:
     def free(self, entry: LedgerEntry, reason: str = "deleted by a person") -> None:
         """Free the region of a checkpoint's image."""
         self._asked.discard(entry.id)
-        self._emitter.evicted(self._ledger.host, entry, reason)
+        host = self._ledger.host
+        size = entry.bytes.get(host, 0)
+        self._emitter.emit(events.Evicted, id=entry.id, tier=host, bytes=size, reason=reason)
         entry.free()
         entry.final_chunks = 0
-        entry.note_gone(self._ledger.host)
+        entry.note_gone(host)
         self._ledger.forget_if_gone(entry)
 
     def _release_given_up(self) -> None:

@@ -1,20 +1,25 @@
-"""Messages between the coordinators of all ranks, and the kinds of topic that they are sent under."""
+"""Messages between the coordinators of all ranks. Each type is gathered, reported or announced about one matter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeVar
 
 from tierfall.core.format.records import NamedFile
-from tierfall.core.ranks.message_tree import Bodies, MessageTree, RankMessage
-from tierfall.core.ranks.messages import CheckpointTopic, Message, Topic
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
+from tierfall.core.ranks.messages import Message, Topic
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 K = TypeVar("K")
 V = TypeVar("V")
-M = TypeVar("M", bound=Message)
+Receiver = Callable[..., object]
 REMEMBERED = 64
 """How many checkpoints that were given up are remembered, for ranks that save them later."""
 
@@ -26,180 +31,132 @@ def remember(memory: dict[K, V], key: K, value: V) -> None:
         del memory[next(iter(memory))]
 
 
-class MessageKind(StrEnum):
-    """What a message is about. *Gathered* from all ranks, *reported* by one to rank 0, *announced* by rank 0."""
+@dataclass(frozen=True, slots=True)
+class _Receivers:
+    """What receives the messages of a type: ``gathered`` from all ranks, ``passed`` on by this leader of a node,
+    ``reported`` by one rank to rank 0, ``announced`` by rank 0."""
 
-    # A save: see ``commits``.
-    SEALED = "sealed"  # gathered
-    COMPARED = "compared"  # gathered
-    ALIKE = "alike"  # announced
-    WHOLE = "whole"  # announced
-    LATE = "late"  # reported
-    SAVE_FAILED = "save_failed"  # reported
-    SAVE_GIVEN_UP = "save_given_up"  # announced
-
-    # A copy on one tier: see ``commits``.
-    ADMITTED = "admitted"  # announced
-    UPLOADED = "uploaded"  # gathered
-    COMMIT = "commit"  # announced
-    NODE_COMMITTED = "node_committed"  # gathered from leaders of nodes
-    COMMITTED = "committed"  # announced
-    COPY_FAILED = "copy_failed"  # reported
-    SET_ASIDE = "set_aside"  # reported
-    FULL = "full"  # reported
-    STUCK = "stuck"  # reported, then announced
-    GIVE_UP = "give_up"  # reported
-    GIVEN_UP = "given_up"  # announced
-    DELETE_COPY = "delete_copy"  # announced
-
-    # The run.
-    DRAIN = "drain"  # reported, or announced
-    ORDINAL = "ordinal"  # reported, then announced
-    FENCED = "fenced"  # reported, then announced
-
-    # Replicated state: see ``replicas``.
-    TABLE = "table"  # gathered
-    ASK_TABLES = "ask_tables"  # reported, then announced
-    ASSIGNED = "assigned"  # announced
-    UNASSIGNED = "unassigned"  # reported, then announced
-    UNLIKE = "unlike"  # announced
-    DIGESTS = "digests"  # gathered
-
-    # Background verification: see ``verifier``.
-    VERIFY = "verify"  # announced
-    FOUND = "verify: found"  # gathered
-    VERIFIED = "verified"  # announced
-    READ = "restored"  # gathered
-
-    # Damage: see ``decisions``.
-    DAMAGE_FOUND = "damage_found"  # reported, then announced
-
-    # Checkpoints that another process writes: see ``external_commits``.
-    EXTERNAL_COMMIT = "external_commit"  # announced
-    NO_MORE_EXTERNAL_COMMITS = "no_more_external_commits"  # announced
-
-    # What is decided: see ``decisions``.
-    DECIDED_FOUND = "decided_found"  # reported
-    DECIDED = "decided"  # announced
-
-
-def kind_of(message: RankMessage) -> str:
-    return str(message.topic[0])
-
-
-def read_all(message: type[M], bodies: Bodies) -> dict[int, M]:
-    """Read what all ranks have contributed, by rank."""
-    return {rank: message.from_json(body, rank=rank) for rank, body in bodies.items()}
+    read: type[Message]
+    gathered: Receiver | None
+    passed: Receiver | None
+    reported: Receiver | None
+    announced: Receiver | None
 
 
 class Messages:
-    """Sends the messages of this module through the message tree. ``own_errors`` are the errors that this rank has
-    reported, by copy."""
+    """Sends the messages of the coordinators through the message tree, and calls what receives them.
+
+    The topic of a message is its type, and the checkpoint, tier and number that it is about, if it is not about the
+    run. ``own_errors`` are the errors that this rank has reported, by copy.
+    """
 
     def __init__(self, tree: MessageTree) -> None:
         self._tree = tree
         self.topology = tree.topology
+        self._receivers: dict[str, _Receivers] = {}
         self.own_errors: dict[tuple[str, CheckpointId], BaseException] = {}
+
+    # Receiving -------------------------------------------------------------------------------------
+
+    def receive(
+        self,
+        kind: type[Message],
+        *,
+        gathered: Receiver | None = None,
+        passed: Receiver | None = None,
+        reported: Receiver | None = None,
+        announced: Receiver | None = None,
+    ) -> None:
+        """Have these functions called with the messages of a type: with the tier and the checkpoint, if it is about
+        one; with the message, or those of all ranks by rank; and with the rank that has reported it."""
+        self._receivers[kind.__name__] = _Receivers(kind, gathered, passed, reported, announced)
+
+    def on_message(self, news: RankMessage) -> None:
+        """Receive a message. Raises RanksError if it is malformed."""
+        name, *rest = news.topic
+        to = self._receivers[str(name)]
+        about: tuple[object, ...] = ()
+        if rest:
+            step, attempt, tier, _ = rest
+            about = tier, CheckpointId(int(step), int(attempt))
+        match news:
+            case MessagesGathered():
+                found = {rank: _read(to.read, body, rank) for rank, body in news.bodies.items()}
+                if receiver := to.passed if news.passed else to.gathered:
+                    receiver(*about, found)
+            case RankReported():
+                assert to.reported is not None
+                to.reported(*about, _read(to.read, news.body, news.rank), news.rank)
+            case DecisionAnnounced():
+                assert to.announced is not None
+                to.announced(*about, _read(to.read, news.body, 0))
+
+    # Sending ---------------------------------------------------------------------------------------
 
     def contribute(
         self,
-        kind: MessageKind,
+        body: Message | type[Message],
         id: CheckpointId,
         tier: str = "",
-        body: Message | None = None,
         *,
         number: int = 0,
-        leaders_only: bool = False,
     ) -> None:
-        topic = _topic(kind, id, tier, number)
-        self._tree.contribute(topic, _to_json(body), leaders_only=leaders_only)
+        """Contribute a message; its type alone: this rank has none."""
+        self._tree.contribute(_topic(body, id, tier, number), _to_json(body))
 
-    def report(
-        self, kind: MessageKind, id: CheckpointId, tier: str = "", body: Message | None = None
+    def report(self, body: Message, id: CheckpointId | None = None, tier: str = "") -> None:
+        """Report to rank 0 what is about a checkpoint, or about the run."""
+        self._tree.report(_topic(body, id, tier), _to_json(body))
+
+    def announce(self, body: Message, id: CheckpointId | None = None, tier: str = "") -> None:
+        """Announce a decision about a checkpoint, or about the run; for rank 0."""
+        self._tree.announce(_topic(body, id, tier), _to_json(body))
+
+    def announce_to_others(self, body: Message, id: CheckpointId, tier: str) -> None:
+        """Announce what rank 0 itself has done already."""
+        if self.topology.world_size > 1:
+            self.announce(body, id, tier)
+
+    def report_copy_failed(
+        self, tier: str, id: CheckpointId, error: BaseException, *, set_aside: bool = False
     ) -> None:
-        self._tree.report(_topic(kind, id, tier), _to_json(body))
-
-    def report_copy_failed(self, tier: str, id: CheckpointId, error: BaseException) -> None:
-        """Report that this rank can never write a copy: all ranks give it up."""
-        self._report_failed(MessageKind.COPY_FAILED, tier, id, error)
-
-    def report_set_aside(self, tier: str, id: CheckpointId, error: BaseException) -> None:
-        """Report that a tier accepts other copies of this rank, but not this one: no rank tries it any more in this
-        start."""
-        self._report_failed(MessageKind.SET_ASIDE, tier, id, error)
-
-    def _report_failed(
-        self, kind: MessageKind, tier: str, id: CheckpointId, error: BaseException
-    ) -> None:
+        """Report that this rank can never write a copy: all ranks give it up. ``set_aside`` is as in
+        ``GivenUpCopy``."""
         remember(self.own_errors, (tier, id), error)
-        self.report(kind, id, tier, Reason(text=str(error)))
+        self.report(GivenUpCopy(reason=str(error), set_aside=set_aside), id, tier)
 
     def report_save_failed(
         self, id: CheckpointId, error: BaseException, outcome: SaveOutcome
     ) -> None:
         """Report that a save failed on this rank."""
-        failure = SaveFailure(text=str(error), outcome=outcome)
-        self.report(MessageKind.SAVE_FAILED, id, body=failure)
+        self.report(SaveFailure(text=str(error), outcome=outcome), id)
 
-    def report_damage(
-        self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True
-    ) -> None:
-        """Report that a copy on a stored tier differs from its digests or lacks files. Not ``repairable``: its commit
-        record is gone, too."""
-        body = FoundDamage(text=why, repairable=repairable)
-        self.report(MessageKind.DAMAGE_FOUND, id, tier, body)
-
-    def announce(
-        self,
-        kind: MessageKind,
-        id: CheckpointId,
-        tier: str = "",
-        body: Message | None = None,
-        *,
-        number: int = 0,
-    ) -> None:
-        self._tree.announce(_topic(kind, id, tier, number), _to_json(body))
-
-    def announce_to_others(
-        self, kind: MessageKind, id: CheckpointId, tier: str, body: Message | None = None
-    ) -> None:
-        """Announce what rank 0 itself has done already."""
-        if self.topology.world_size > 1:
-            self.announce(kind, id, tier, body)
-
-    def report_of_run(self, kind: MessageKind, body: Message) -> None:
-        """Report what is about the run, and no checkpoint."""
-        self._tree.report((kind.value,), body.to_json())
-
-    def announce_of_run(self, kind: MessageKind, body: Message | None = None) -> None:
-        self._tree.announce((kind.value,), _to_json(body))
-
-    def forget(self, kind: MessageKind, id: CheckpointId, tier: str = "") -> None:
+    def forget(self, kind: type[Message], id: CheckpointId, tier: str = "") -> None:
         self._tree.forget(_topic(kind, id, tier))
 
-    def flush_partial(self, kind: MessageKind, id: CheckpointId) -> None:
+    def flush_partial(self, kind: type[Message], id: CheckpointId) -> None:
         self._tree.flush_partial(_topic(kind, id))
 
-    def missing(self, kind: MessageKind, id: CheckpointId) -> tuple[int, ...]:
+    def missing(self, kind: type[Message], id: CheckpointId) -> tuple[int, ...]:
         return self._tree.missing(_topic(kind, id))
 
 
-def _topic(kind: MessageKind, id: CheckpointId, tier: str = "", number: int = 0) -> Topic:
-    return CheckpointTopic(kind=kind.value, id=id, tier=tier, number=number).key
+def _topic(
+    about: Message | type[Message], id: CheckpointId | None, tier: str = "", number: int = 0
+) -> Topic:
+    name = about.__name__ if isinstance(about, type) else type(about).__name__
+    return (name,) if id is None else (name, id.step, id.attempt, tier, number)
 
 
-def _to_json(body: Message | None) -> object:
-    return None if body is None else body.to_json()
+def _to_json(body: Message | type[Message]) -> object:
+    return None if isinstance(body, type) else body.to_json()
 
 
-# Bodies ----------------------------------------------------------------------------------------------
+def _read(kind: type[Message], body: object, rank: int) -> Message | None:
+    return None if body is None else kind.from_json(body, rank=rank)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reason(Message):
-    """Why a rank cannot do something, or must not."""
-
-    text: str
+# Saves -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,23 +170,37 @@ class ImageShare(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardSealed(Message):
+class ImageComplete(Message):
+    """Gathered: a rank's image is complete. If it has to be compared, it is not sealed yet."""
+
     ordinal: int
     image_bytes: int
     share: ImageShare | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesAlike(Message):
+    """Announced: the replicas in the images of all ranks are equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSealed(Message):
+    """Gathered: a rank's image is sealed after the comparison."""
+
+    image_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WholeCheckpoint(Message):
-    """``image_bytes`` of all ranks together."""
+    """Announced: all images are sealed in memory. ``image_bytes`` of all ranks together."""
 
     image_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateRanks(Message):
-    """A rank has waited ``max_wait`` for others that save the checkpoint of this ``ordinal``, or the training has
-    ``ended`` meanwhile."""
+    """Reported: a rank has waited ``max_wait`` for others that save the checkpoint of this ``ordinal``, or the training
+    has ``ended`` meanwhile."""
 
     ordinal: int
     ended: bool = False
@@ -237,16 +208,26 @@ class LateRanks(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailure(Message):
-    """Why a save is no checkpoint. ``tensor`` is the key of the tensor whose name replaces ``{}`` in the text."""
+    """Reported, then announced: why a save is no checkpoint. ``tensor`` is the key of the tensor whose name replaces
+    ``{}`` in the text."""
 
     text: str
     outcome: SaveOutcome = SaveOutcome.FAILED
     tensor: int | None = None
 
 
+# Copies on one tier ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmittedCopy(Message):
+    """Announced: rank 0 has begun a copy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadedFiles(Message):
-    """The files of a rank's image on a tier. ``found``: they were there, and this start has not written them."""
+    """Gathered: the files of a rank's image on a tier. ``found``: they were there, and this start has not written
+    them."""
 
     files: tuple[NamedFile, ...]
     found: bool = False
@@ -254,7 +235,7 @@ class UploadedFiles(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFacts(Message):
-    """What rank 0's commit record has beside the files."""
+    """Announced: all ranks have uploaded. What rank 0's commit record has beside the files."""
 
     wall_time_s: float
     metrics: Mapping[str, float]
@@ -263,23 +244,30 @@ class CommitFacts(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedBytes(Message):
-    """The stored bytes that one commit record names."""
+    """Gathered: the stored bytes that a rank's commit record names; 0 if it writes none."""
 
     bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCopy(Message):
-    """The stored bytes of a committed copy, by the rank that wrote the commit record. ``found``: this start has not
-    written all of it."""
+    """Announced: the stored bytes of a committed copy, by the rank that wrote the commit record. ``found``: this start
+    has not written all of it."""
 
     bytes_by_rank: Mapping[int, int]
     found: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FullTier(Message):
+    """Reported: a rank has found no space for a copy."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StuckCopy(Message):
-    """A tier does not accept a copy from ``rank`` at present."""
+    """Reported, then announced: a tier does not accept a copy from ``rank`` at present."""
 
     rank: int
     reason: str
@@ -287,53 +275,73 @@ class StuckCopy(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUpCopy(Message):
-    """``complete``: all ranks have uploaded, so that a commit record may exist; ``by_rule``: a policy decided it, which
-    is no failure; ``set_aside``: this copy alone fails on a tier that accepts others, and is left to the next start."""
+    """Reported, then announced: no rank makes a copy. ``by_rule``: a policy decided it, which is no failure;
+    ``set_aside``: this copy alone fails on a tier that accepts others, and is left to the next start; ``complete``: all
+    ranks have uploaded, so that a commit record may exist."""
 
     reason: str
-    complete: bool
-    by_rule: bool
-    set_aside: bool
+    by_rule: bool = False
+    set_aside: bool = False
+    complete: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletedCopy(Message):
+    """Announced: rank 0 has deleted a copy. ``next_latest`` is as in ``DeleteCopy``."""
+
     reason: str
     next_latest: CheckpointId | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FoundDamage(Message):
+    """Reported, then announced: a copy on a stored tier differs from its digests or lacks files. ``repairable``: it
+    still has its commit record."""
+
+    text: str
+    repairable: bool = True
+
+
+# The run ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainDeadline(Message):
-    """A rank's machine is shut down in ``left_s`` seconds."""
+    """Reported, or announced: a rank's machine is shut down in ``left_s`` seconds."""
 
     left_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordinal(Message):
-    """The lineage counts at least so many checkpoints. A rank that did not save one of them catches up by it."""
+    """Reported, then announced: the lineage counts at least so many checkpoints. A rank that did not save one of them
+    catches up by it."""
 
     ordinal: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundDamage(Message):
-    """``repairable``: the copy still has its commit record."""
+class NewerAttempt(Message):
+    """Reported, then announced: a rank has found that this start is fenced."""
 
     text: str
-    repairable: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalCommit(Message):
-    """A commit record, as text, that rank 0 has found on a tier."""
+    """Announced: a commit record, as text, that rank 0 has found on a tier."""
 
     tier: str
     commit: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalCommitsEnd(Message):
+    """Announced: rank 0 looks for no more commit records of other processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecidedEntries(Message):
-    """The names of entries of what is decided."""
+    """Reported, or announced: the names of entries of what is decided."""
 
     names: tuple[str, ...]

@@ -19,14 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from tierfall.core.capture.snapshot import ReplicaShare
-from tierfall.core.flush.messages import (
-    ImageShare,
-    MessageKind,
-    Messages,
-    SaveFailure,
-    read_all,
-    remember,
-)
+from tierfall.core.flush.messages import ImageShare, Messages, SaveFailure, remember
 from tierfall.core.flush.tasks import AssignmentRequest
 from tierfall.core.image.dedup import (
     NOBODY,
@@ -38,20 +31,28 @@ from tierfall.core.image.dedup import (
     digests_agree,
     find_difference,
 )
-from tierfall.core.ranks.message_tree import (
-    Bodies,
-    DecisionAnnounced,
-    MessagesGathered,
-    RankMessage,
-    RankReported,
-)
-from tierfall.core.ranks.messages import CheckpointTopic
+from tierfall.core.ranks.messages import Message
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId
 
 ASK_AGAIN_S = 1.0
 """After how long rank 0 is asked whether some rank has begun the save without a table."""
 _NOT_COMPARED = "replicated state was not compared; the next save compares it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TablesWanted(Message):
+    """Reported, then announced: a save waits for the tables of the other ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unassigned(Message):
+    """Reported, then announced: a save gets no assignment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesUnlike(Message):
+    """Announced: replicas differ, and each rank is to contribute the digests of its tensors."""
 
 
 @dataclass(slots=True)
@@ -74,17 +75,6 @@ class _MadeAssignment:
 class ReplicaAssigner:
     """One rank's part; see the module. ``refuse`` is called at rank 0 for a save that is no checkpoint, once the reason
     is known."""
-
-    KINDS = frozenset(
-        (
-            MessageKind.TABLE,
-            MessageKind.ASK_TABLES,
-            MessageKind.ASSIGNED,
-            MessageKind.UNASSIGNED,
-            MessageKind.UNLIKE,
-            MessageKind.DIGESTS,
-        )
-    )
 
     def __init__(
         self,
@@ -110,6 +100,16 @@ class ReplicaAssigner:
         self._tables_asked: dict[CheckpointId, None] = {}
         self.assignments: dict[str, ReplicaAssignment] = {}
         """The assignment of each structure of this rank's state."""
+        messages.receive(ReplicaTable, gathered=self._on_all_tables)
+        messages.receive(
+            _TablesWanted, reported=self._on_tables_wanted, announced=self._on_asked_for_table
+        )
+        messages.receive(ReplicaAssignment, announced=self._on_assigned)
+        messages.receive(
+            _Unassigned, reported=self._on_one_unassigned, announced=self._on_unassigned
+        )
+        messages.receive(ImagesUnlike, announced=self._on_unlike)
+        messages.receive(ReplicaDigests, gathered=self._on_all_digests)
 
     # This rank's saves -----------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class ReplicaAssigner:
     def _contribute(self, id: CheckpointId, table: ReplicaTable) -> None:
         if self._contributed != id:
             self._contributed = id
-            self._messages.contribute(MessageKind.TABLE, id, body=table)
+            self._messages.contribute(table, id)
 
     def save_begun(self, id: CheckpointId) -> None:
         """A save has begun, or has failed to: this rank contributes no table to it any more."""
@@ -143,11 +143,11 @@ class ReplicaAssigner:
     def save_given_up(self, id: CheckpointId) -> None:
         """All ranks have given a save up. An assignment that was made for it, and never compared, is not used."""
         self.compared(id)
-        self._messages.forget(MessageKind.TABLE, id)
-        self._messages.forget(MessageKind.DIGESTS, id)
+        self._messages.forget(ReplicaTable, id)
+        self._messages.forget(ReplicaDigests, id)
         self._answer(id, None)
         if any(made.id == id and not made.compared for made in self._made.values()):
-            self._messages.announce(MessageKind.UNASSIGNED, id)
+            self._messages.announce(_Unassigned(), id)
 
     def stop(self) -> None:
         """The coordinator has stopped: answer what waits."""
@@ -162,55 +162,30 @@ class ReplicaAssigner:
             request.since_s = now_s
         if now_s >= request.since_s + self._max_wait_s:
             request.ended = True
-            self._messages.report(MessageKind.UNASSIGNED, request.id)
+            self._messages.report(_Unassigned(), request.id)
         elif now_s >= request.since_s + ASK_AGAIN_S and not request.asked_again:
             request.asked_again = True
-            self._messages.report(MessageKind.ASK_TABLES, request.id)
+            self._messages.report(_TablesWanted(), request.id)
         self._wake_at(request.since_s + ASK_AGAIN_S)
         self._wake_at(request.since_s + self._max_wait_s)
 
     # Messages --------------------------------------------------------------------------------------
 
-    def on_message(self, news: RankMessage) -> None:
-        topic = CheckpointTopic.parse(news.topic)
-        match news:
-            case MessagesGathered(passed=False):
-                self._on_gathered(topic, news.bodies)
-            case RankReported():
-                self._on_report(topic)
-            case DecisionAnnounced():
-                self._on_decision(topic, news.body)
+    def _on_asked_for_table(self, tier: str, id: CheckpointId, message: _TablesWanted) -> None:
+        if self._constant_table is not None:
+            self._contribute(id, self._constant_table)
+        elif self._has_passed(id):
+            self._messages.report(_Unassigned(), id)
 
-    def _on_gathered(self, topic: CheckpointTopic, bodies: Bodies) -> None:
-        if topic.kind == MessageKind.TABLE:
-            self._on_all_tables(topic.id, read_all(ReplicaTable, bodies))
-        else:
-            digested = {rank: body for rank, body in bodies.items() if body is not None}
-            self._on_all_digests(topic.id, read_all(ReplicaDigests, digested))
+    def _on_assigned(self, tier: str, id: CheckpointId, assignment: ReplicaAssignment) -> None:
+        self._answer(id, assignment)
 
-    def _on_report(self, topic: CheckpointTopic) -> None:
-        id = topic.id
-        if topic.kind == MessageKind.ASK_TABLES and _is_first_time(self._tables_asked, id):
-            self._messages.announce(MessageKind.ASK_TABLES, id)
-        elif topic.kind == MessageKind.UNASSIGNED and _is_first_time(self._ended, id):
-            self._messages.forget(MessageKind.TABLE, id)
-            self._messages.announce(MessageKind.UNASSIGNED, id)
+    def _on_unassigned(self, tier: str, id: CheckpointId, message: _Unassigned) -> None:
+        self.assignments.clear()
+        self._answer(id, None)
 
-    def _on_decision(self, topic: CheckpointTopic, body: object) -> None:
-        id = topic.id
-        match topic.kind:
-            case MessageKind.ASK_TABLES:
-                if self._constant_table is not None:
-                    self._contribute(id, self._constant_table)
-                elif self._has_passed(id):
-                    self._messages.report(MessageKind.UNASSIGNED, id)
-            case MessageKind.ASSIGNED:
-                self._answer(id, ReplicaAssignment.from_json(body, rank=0))
-            case MessageKind.UNASSIGNED:
-                self.assignments.clear()
-                self._answer(id, None)
-            case MessageKind.UNLIKE:
-                self._messages.contribute(MessageKind.DIGESTS, id, body=self._digests.get(id))
+    def _on_unlike(self, tier: str, id: CheckpointId, message: ImagesUnlike) -> None:
+        self._messages.contribute(self._digests.get(id, ReplicaDigests), id)
 
     def _has_passed(self, id: CheckpointId) -> bool:
         begun = self._begun
@@ -225,7 +200,22 @@ class ReplicaAssigner:
 
     # Rank 0 ----------------------------------------------------------------------------------------
 
-    def _on_all_tables(self, id: CheckpointId, by_rank: Mapping[int, ReplicaTable]) -> None:
+    def _on_tables_wanted(
+        self, tier: str, id: CheckpointId, message: _TablesWanted, rank: int
+    ) -> None:
+        if _is_first_time(self._tables_asked, id):
+            self._messages.announce(message, id)
+
+    def _on_one_unassigned(
+        self, tier: str, id: CheckpointId, message: _Unassigned, rank: int
+    ) -> None:
+        if _is_first_time(self._ended, id):
+            self._messages.forget(ReplicaTable, id)
+            self._messages.announce(message, id)
+
+    def _on_all_tables(
+        self, tier: str, id: CheckpointId, by_rank: Mapping[int, ReplicaTable]
+    ) -> None:
         if not _is_first_time(self._ended, id):
             return
         tables = [by_rank[rank] for rank in sorted(by_rank)]
@@ -234,7 +224,7 @@ class ReplicaAssigner:
         if known is not None and known.unlike is not None:
             assignment = assignment.unshared()
         remember(self._made, assignment.id, _MadeAssignment(assignment, tables, id))
-        self._messages.announce(MessageKind.ASSIGNED, id, body=assignment)
+        self._messages.announce(assignment, id)
 
     def images_agree(self, id: CheckpointId, shares: Mapping[int, ImageShare]) -> bool:
         """Return whether the images of all ranks, made as ``shares`` describe, are a checkpoint; else ``refuse`` is
@@ -284,7 +274,7 @@ class ReplicaAssigner:
         return None
 
     def _refuse(self, id: CheckpointId, why: SaveFailure) -> None:
-        self._messages.announce(MessageKind.UNASSIGNED, id)
+        self._messages.announce(_Unassigned(), id)
         self._refuse_save(id, why)
 
     def _name(self, id: CheckpointId, assignments: Collection[str]) -> None:
@@ -292,10 +282,12 @@ class ReplicaAssigner:
         self._unnamed[id] = [self._made[name] for name in self._made.keys() & assignments]
         for made in self._unnamed[id]:
             made.unlike = SaveFailure(text=_UNNAMED)
-        self._messages.announce(MessageKind.UNLIKE, id)
+        self._messages.announce(ImagesUnlike(), id)
 
-    def _on_all_digests(self, id: CheckpointId, digests: Mapping[int, ReplicaDigests]) -> None:
-        found = find_difference(digests)
+    def _on_all_digests(
+        self, tier: str, id: CheckpointId, digests: Mapping[int, ReplicaDigests | None]
+    ) -> None:
+        found = find_difference({rank: of for rank, of in digests.items() if of is not None})
         self._end_naming(id, SaveFailure(text=_UNNAMED) if found is None else _as_failure(found))
 
     def end_naming(self, id: CheckpointId) -> bool:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from tierfall.core.capture.snapshot import (
     CaptureAdvanced,
@@ -16,15 +16,66 @@ from tierfall.core.capture.snapshot import (
     HostRegion,
     SaveGivenUp,
 )
-from tierfall.core.copies.image_writes import ImageUpload
-from tierfall.core.copies.images import Image
+from tierfall.core.copies.image_writes import ImageUpload, WritableStore
+from tierfall.core.copies.images import Image, ReadableStore
+from tierfall.core.format.catalog import FoundCopy
 from tierfall.core.format.decided import Decided, DecidedList
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Commit, Geometry, Manifest, NamedFile
+from tierfall.core.format.records import Attempt, Commit, Geometry, Manifest, NamedFile
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.ranks.message_tree import RankMessage
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import CheckpointId, Shard
+
+
+class DecidedStore(Protocol):
+    """A tier's list of what is decided: ``tiers/run_files.py:DecidedFolder``."""
+
+    def read(self, *, max_age_s: float = ...) -> DecidedList: ...
+
+    def add(self, entry: Decided) -> None: ...
+
+
+class TaskStore(ReadableStore, WritableStore, Protocol):
+    """What tasks call of a stored tier. ``tiers/stored.py:StoredTier`` implements it. All methods block."""
+
+    @property
+    def decided(self) -> DecidedStore: ...
+
+    def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
+
+    def written_commit(self, checkpoint: CheckpointId) -> Commit: ...
+
+    def is_committed(self, checkpoint: CheckpointId) -> bool: ...
+
+    def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None: ...
+
+    def sync_commit(self, checkpoint: CheckpointId) -> None: ...
+
+    def record_lineage(self, commit: Commit, writer: Attempt | None = None) -> None: ...
+
+    def check_begin(self, attempt: Attempt) -> None: ...
+
+    def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
+
+    def commit(self, commit: Commit, *, attempt: Attempt) -> None: ...
+
+    def note_damaged(self, commit: Commit, why: str) -> None: ...
+
+    def write_latest(self, checkpoint: CheckpointId) -> None: ...
+
+    def delete(
+        self,
+        checkpoint: CheckpointId,
+        *,
+        attempt: Attempt | None,
+        known: DecidedList | None,
+        next_latest: CheckpointId | None = None,
+    ) -> DecidedList | None: ...
+
+    def discard(
+        self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,31 +210,13 @@ class AddDecided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoteDamage:
-    """Note in a tier's list, unless a newer attempt exists, that its copy of the checkpoint of ``commit`` is
-    damaged."""
+class StoreCall:
+    """Another call of a tier's store, by this process as ``Attempt``: its result is the outcome's value. ``then``
+    receives the outcome, on the coordinator's thread."""
 
     tier: str
-    id: CheckpointId
-    commit: Commit
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadCommit:
-    """Read the commit record of a checkpoint that another process writes: the outcome's value."""
-
-    tier: str
-    id: CheckpointId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordStart:
-    """Record on a tier the start of the attempt of ``commit``, a checkpoint that is committed on another tier."""
-
-    tier: str
-    id: CheckpointId
-    commit: Commit
+    call: Callable[[TaskStore, Attempt], Any]
+    then: Callable[[Outcome], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +250,7 @@ Task = (
     | DeleteCopy
     | ReadDecided
     | AddDecided
-    | NoteDamage
-    | ReadCommit
-    | RecordStart
+    | StoreCall
     | OpenCheck
     | CheckChunk
 )

@@ -13,7 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.emitter import Component, Context
 from tierfall.core.types.units import format_duration, format_share
 from tierfall.core.types.values import CheckpointId, TierKind
 from tierfall.core.types.view import TierRules
@@ -29,14 +29,14 @@ GAPS_REMEMBERED = 16
 DUE_REMEMBERED = 4096
 
 
-class Backlog:
+class Backlog(Component):
     """How far copies are behind; rank 0 logs it. ``behind`` is the forecast per tier, in checkpoints (None: not
     known); ``late`` counts per tier how often it fell further behind than ``flush.within``."""
 
     def __init__(self, context: Context) -> None:
-        self._ledger = ledger = context.ledger
-        self._logs = context.group.decides
-        self._wake_at = context.wake_at
+        super().__init__(context)
+        ledger = context.ledger
+        self._logs = self._group.decides
         self._stored: Mapping[str, TierRules] = {
             rules.name: rules
             for rules in ledger.rules
@@ -46,7 +46,6 @@ class Backlog:
         self.late: dict[str, int] = {}
         self._saves = 0
         self._trained_since_s: float | None = None
-        self._first_s: list[float] = []
         self._gaps_s: deque[float] = deque(maxlen=GAPS_REMEMBERED)
         self._bytes = 0
         self._warned: set[str] = set()
@@ -57,16 +56,14 @@ class Backlog:
     def save_every_s(self) -> float | None:
         """Seconds of training between two saves; None while unknown. The larger of
         mean (pauses let a tier catch up) and median (a few saves in quick succession are not the usual interval)."""
-        if not self._gaps_s:
-            return None
-        return max(statistics.fmean(self._gaps_s), statistics.median(self._gaps_s))
+        return None if self._saves <= FIRST_SAVES else self.estimated_every_s
 
     @property
     def estimated_every_s(self) -> float | None:
         """``save_every_s`` or, while that is unknown, an estimate from the first saves; None before the second save."""
-        if self._gaps_s or not self._first_s:
-            return self.save_every_s
-        return statistics.fmean(self._first_s)
+        if not self._gaps_s:
+            return None
+        return max(statistics.fmean(self._gaps_s), statistics.median(self._gaps_s))
 
     @property
     def image_bytes(self) -> int:
@@ -88,8 +85,9 @@ class Backlog:
         self._saves += 1
         self._bytes = image_bytes
         if self._trained_since_s is not None:
-            gaps = self._gaps_s if self._saves > FIRST_SAVES else self._first_s
-            gaps.append(max(0.0, now_s - self._trained_since_s))
+            if self._saves == FIRST_SAVES + 1:
+                self._gaps_s.clear()
+            self._gaps_s.append(max(0.0, now_s - self._trained_since_s))
         self._trained_since_s = now_s
         for tier in self._stored:
             self._update_outlook(tier)
@@ -183,7 +181,7 @@ Flushing = tuple[frozenset[str], int]
 """The tiers that are written to now, and the number of tasks that were begun so far."""
 
 
-class Throttle:
+class Throttle(Component):
     """``shares`` are the present shares of the tiers that yield to training. Any thread may read
     ``flushing`` and call ``on_step``."""
 
@@ -195,8 +193,8 @@ class Throttle:
         set_pace: Callable[[str, float | None], None],
     ) -> None:
         """``set_pace`` limits the write rate of a tier, in bytes per second (None: no limit)."""
-        self._ledger = ledger = context.ledger
-        self._wake_at = context.wake_at
+        super().__init__(context)
+        ledger = context.ledger
         self._rules = {r.name: r for r in ledger.rules if r.yields or r.bandwidth_share is not None}
         self._rates = ledger.rates
         self._backlog = backlog

@@ -13,22 +13,16 @@ does no I/O.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from tierfall.core.copies.images import Image
 from tierfall.core.flush.deleter import Deleter
-from tierfall.core.flush.emitter import Context
-from tierfall.core.flush.messages import MessageKind
+from tierfall.core.flush.emitter import Component, Context
+from tierfall.core.flush.messages import FoundDamage
 from tierfall.core.flush.tasks import CheckChunk, OpenCheck, Outcome
 from tierfall.core.format.records import Manifest
-from tierfall.core.ranks.message_tree import (
-    Bodies,
-    DecisionAnnounced,
-    MessagesGathered,
-    RankMessage,
-)
-from tierfall.core.ranks.messages import CheckpointTopic, Message
+from tierfall.core.ranks.messages import Message
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import is_damage
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -37,9 +31,16 @@ RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _VerifyCopy(Message):
+    """Announced: all ranks read a copy; again with the same ``number``: as fast as possible."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Verified(Message):
-    """``text`` says why a copy is not good, or was not verified; None for a good one. Not ``read``: the tier has a good
-    copy by now, and the rest is left."""
+    """Gathered, then announced: ``text`` says why a copy is not good, or was not verified; None for a good one. Not
+    ``read``: the tier has a good copy by now, and the rest is left."""
 
     text: str | None = None
     damaged: bool = False
@@ -48,7 +49,7 @@ class _Verified(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadTiers(Message):
-    """The tiers of which a restore of one rank has read all of its part, and found it good."""
+    """Gathered: the tiers of which a restore of one rank has read all of its part, and found it good."""
 
     tiers: frozenset[str]
 
@@ -67,26 +68,20 @@ class _Request:
 
 @dataclass(slots=True)
 class _RunningCheck:
-    """A copy that is being read. ``images`` are this rank's share of it, empty until their records are read; ``image``
-    and ``chunk`` are the position, ``reading`` that a task is in progress, ``urgent`` that room waits for it."""
+    """A copy that is being read. ``left`` are the chunks of this rank's share of it that are not read yet: image,
+    manifest and number; ``reading``: a task is in progress; ``urgent``: room waits for it."""
 
     id: CheckpointId
     number: int
     urgent: bool = False
     not_before_s: float = 0.0
     reading: bool = True
-    images: tuple[tuple[Image, Manifest], ...] = ()
-    image: int = 0
-    chunk: int = 0
+    left: Iterator[tuple[Image, Manifest, int]] = field(default_factory=lambda: iter(()))
 
 
-class BackgroundVerifier:
+class BackgroundVerifier(Component):
     """The reads after a restore. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound). ``tiers`` are
     those that this process writes to."""
-
-    KINDS = frozenset(
-        (MessageKind.VERIFY, MessageKind.FOUND, MessageKind.VERIFIED, MessageKind.READ)
-    )
 
     def __init__(
         self,
@@ -96,13 +91,9 @@ class BackgroundVerifier:
         deleter: Deleter,
         bytes_per_s: float | None,
     ) -> None:
-        self._ledger = context.ledger
-        self._group = context.group
+        super().__init__(context)
         self._tiers = tuple(tiers)
         self._deleter = deleter
-        self._messages = context.messages
-        self._dispatch = context.dispatch
-        self._wake_at = context.wake_at
         self._bytes_per_s = bytes_per_s
         self._requested: dict[str, _Request] = {}
         self._checks: dict[str, _RunningCheck] = {}
@@ -116,6 +107,10 @@ class BackgroundVerifier:
         self._count = 0
         self._restores = 0
         self._conditions = Conditions()
+        receive = context.messages.receive
+        receive(_VerifyCopy, announced=self._begin)
+        receive(_Verified, gathered=self._on_all_read, announced=self._on_result)
+        receive(_ReadTiers, gathered=self._on_all_restored)
 
     # Choosing copies -------------------------------------------------------------------------------
 
@@ -127,7 +122,7 @@ class BackgroundVerifier:
         request = self._requested.get(tier)
         if request is not None and not request.urgent:
             request.urgent = True
-            self._messages.announce(MessageKind.VERIFY, request.id, tier, number=request.number)
+            self._messages.announce(_VerifyCopy(number=request.number), request.id, tier)
         if self._is_paused():
             return False
         return request is not None or self._newest_unread(tier) is not None
@@ -141,7 +136,7 @@ class BackgroundVerifier:
                 continue
             self._count += 1
             self._requested[tier] = _Request(id, self._count)
-            self._messages.announce(MessageKind.VERIFY, id, tier, number=self._count)
+            self._messages.announce(_VerifyCopy(number=self._count), id, tier)
 
     def _newest_unread(self, tier: str) -> CheckpointId | None:
         """Return the copy on a tier to read next: the newest live one that can be read. None if the tier has a good
@@ -168,7 +163,8 @@ class BackgroundVerifier:
         bounded = any(each.retain or each.capacity_bytes is not None for each in rules)
         return self._ledger.all_live and not (bounded or self._room_waits)
 
-    def _begin(self, number: int, id: CheckpointId, tier: str) -> None:
+    def _begin(self, tier: str, id: CheckpointId, message: _VerifyCopy) -> None:
+        number = message.number
         if self._begun.get(tier) == number:  # room waits for it by now
             if tier in self._checks:
                 self._checks[tier].urgent = True
@@ -186,7 +182,7 @@ class BackgroundVerifier:
         """A restore of this rank has read its whole share of a checkpoint on these tiers, and found it good."""
         self._restores += 1  # all ranks restore together, so that their counts agree
         body = _ReadTiers(tiers=frozenset(tiers))
-        self._messages.contribute(MessageKind.READ, id, body=body, number=self._restores)
+        self._messages.contribute(body, id, number=self._restores)
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -216,18 +212,14 @@ class BackgroundVerifier:
             self._on_check_read(tier, self._checks[tier], None, read=False)
 
     def _read_on(self, tier: str, check: _RunningCheck) -> None:
-        while check.image < len(check.images):
-            image, manifest = check.images[check.image]
-            if check.chunk < manifest.chunk_count:
-                check.reading = True
-                self._dispatch(
-                    CheckChunk(
-                        tier=tier, id=check.id, image=image, manifest=manifest, index=check.chunk
-                    )
-                )
-                return
-            check.image, check.chunk = check.image + 1, 0
-        self._on_check_read(tier, check, None)
+        following = next(check.left, None)
+        if following is None:
+            self._on_check_read(tier, check, None)
+            return
+        check.reading = True
+        image, manifest, index = following
+        task = CheckChunk(tier=tier, id=check.id, image=image, manifest=manifest, index=index)
+        self._dispatch(task)
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Apply the outcome of reading a copy's records, or a chunk."""
@@ -240,12 +232,11 @@ class BackgroundVerifier:
         if outcome.error is not None:
             self._on_check_read(task.tier, check, outcome.error)
         elif isinstance(task, OpenCheck):
-            check.images = outcome.value
-        else:
-            check.chunk += 1
+            found: tuple[tuple[Image, Manifest], ...] = outcome.value
+            check.left = ((i, m, index) for i, m in found for index in range(m.chunk_count))
+        elif self._bytes_per_s is not None:
             start, end = task.manifest.chunk_range(task.index)
-            if self._bytes_per_s is not None:
-                check.not_before_s = self._ledger.now_s + (end - start) / self._bytes_per_s
+            check.not_before_s = self._ledger.now_s + (end - start) / self._bytes_per_s
 
     def _on_check_read(
         self, tier: str, check: _RunningCheck, error: BaseException | None, *, read: bool = True
@@ -254,27 +245,12 @@ class BackgroundVerifier:
         del self._checks[tier]
         damage = is_damage(error)
         body = _Verified(text=None if error is None else str(error), damaged=damage, read=read)
-        self._messages.contribute(MessageKind.FOUND, check.id, tier, body, number=check.number)
+        self._messages.contribute(body, check.id, tier, number=check.number)
 
     # Results ---------------------------------------------------------------------------------------
 
-    def on_message(self, news: RankMessage) -> None:
-        """Handle a request of rank 0, the results of all ranks, or what all have restored."""
-        topic = CheckpointTopic.parse(news.topic)
-        what, number, id, tier = topic.kind, topic.number, topic.id, topic.tier
-        match news:
-            case DecisionAnnounced() if what == MessageKind.VERIFY:
-                self._begin(number, id, tier)
-            case MessagesGathered(passed=False) if what == MessageKind.FOUND:
-                self._announce_result(id, tier, news.bodies)
-            case MessagesGathered(passed=False) if what == MessageKind.READ:
-                self._all_restored(id, news.bodies)
-            case DecisionAnnounced():
-                self._on_result(id, tier, _Verified.from_json(news.body, rank=0))
-
-    def _announce_result(self, id: CheckpointId, tier: str, bodies: Bodies) -> None:
+    def _on_all_read(self, tier: str, id: CheckpointId, found: Mapping[int, _Verified]) -> None:
         """Announce the worst result of any rank; for rank 0."""
-        found = {r: _Verified.from_json(body, rank=r) for r, body in bodies.items()}
         failed = [
             _Verified(text=self._group.topology.name_rank(rank, one.text), damaged=one.damaged)
             for rank, one in found.items()
@@ -282,14 +258,13 @@ class BackgroundVerifier:
         ]
         all_read = all(one.read for one in found.values())
         worst = max(failed, key=lambda one: one.damaged, default=replace(_GOOD, read=all_read))
-        self._messages.announce(MessageKind.VERIFIED, id, tier, worst)
+        self._messages.announce(worst, id, tier)
 
-    def _all_restored(self, id: CheckpointId, bodies: Bodies) -> None:
-        read = [_ReadTiers.from_json(body, rank=rank).tiers for rank, body in bodies.items()]
-        for tier in sorted(frozenset.intersection(*read)):
-            self._messages.announce(MessageKind.VERIFIED, id, tier, _GOOD)
+    def _on_all_restored(self, _: str, id: CheckpointId, read: Mapping[int, _ReadTiers]) -> None:
+        for tier in sorted(frozenset.intersection(*(one.tiers for one in read.values()))):
+            self._messages.announce(_GOOD, id, tier)
 
-    def _on_result(self, id: CheckpointId, tier: str, result: _Verified) -> None:
+    def _on_result(self, tier: str, id: CheckpointId, result: _Verified) -> None:
         text = result.text
         request = self._requested.get(tier)
         if request is not None and request.id == id:
@@ -305,7 +280,7 @@ class BackgroundVerifier:
             self._conditions.end((tier, id), "%s: %s is verified", tier, id)
         elif result.damaged:
             if self._group.decides:
-                self._messages.report_damage(tier, id, text)
+                self._messages.report(FoundDamage(text=text), id, tier)
         else:
             again = "%s: %s could not be verified, it is retried: %s"
             self._conditions.report((tier, id), logging.WARNING, again, tier, id, text)

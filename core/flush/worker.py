@@ -9,19 +9,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.codec import frame_bytes_max
-from tierfall.core.copies.image_writes import ImageUpload, WritableStore, publish_image
+from tierfall.core.copies.image_writes import ImageUpload, publish_image
 from tierfall.core.copies.images import (
     Image,
-    ReadableStore,
     StoredImage,
     check_digest,
     checked_manifest,
@@ -38,21 +33,19 @@ from tierfall.core.flush.tasks import (
     CopySource,
     DeleteCopy,
     FinishCopy,
-    NoteDamage,
     NotWholeError,
     OpenCheck,
     OpenShard,
     Outcome,
-    ReadCommit,
     ReadDecided,
-    RecordStart,
     Side,
+    StoreCall,
     Task,
+    TaskStore,
     Uploaded,
 )
-from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import files_of, image_file, shards_of
-from tierfall.core.format.decided import FENCE_VALID_S, Decided, DecidedList
+from tierfall.core.format.decided import FENCE_VALID_S, DecidedList
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import (
     Attempt,
@@ -60,9 +53,10 @@ from tierfall.core.format.records import (
     Manifest,
     parse_manifest,
 )
-from tierfall.core.runtime.buffers import Buffer, BufferPool
+from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import waited_s
+from tierfall.core.types import events
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
@@ -75,176 +69,6 @@ from tierfall.core.types.values import CheckpointId, Shard
 logger = logging.getLogger("tierfall")
 
 
-class DecidedStore(Protocol):
-    """A tier's list of what is decided: ``tiers/run_files.py:DecidedFolder``."""
-
-    def read(self, *, max_age_s: float = ...) -> DecidedList: ...
-
-    def add(self, entry: Decided) -> None: ...
-
-
-class TaskStore(ReadableStore, WritableStore, Protocol):
-    """What tasks call of a stored tier. ``tiers/stored.py:StoredTier`` implements it. All methods block."""
-
-    @property
-    def decided(self) -> DecidedStore: ...
-
-    def list(self) -> Listing: ...
-
-    def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
-
-    def written_commit(self, checkpoint: CheckpointId) -> Commit: ...
-
-    def is_committed(self, checkpoint: CheckpointId) -> bool: ...
-
-    def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None: ...
-
-    def sync_commit(self, checkpoint: CheckpointId) -> None: ...
-
-    def record_lineage(self, commit: Commit, writer: Attempt | None = None) -> None: ...
-
-    def check_begin(self, attempt: Attempt) -> None: ...
-
-    def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
-
-    def commit(self, commit: Commit, *, attempt: Attempt) -> None: ...
-
-    def note_damaged(self, commit: Commit, why: str) -> None: ...
-
-    def write_latest(self, checkpoint: CheckpointId) -> None: ...
-
-    def delete(
-        self,
-        checkpoint: CheckpointId,
-        *,
-        attempt: Attempt | None,
-        known: DecidedList | None,
-        next_latest: CheckpointId | None = None,
-    ) -> DecidedList | None: ...
-
-    def discard(
-        self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
-    ) -> None: ...
-
-
-WAIT_S = 5.0
-"""How long a worker waits for another's read before it reads itself."""
-
-
-class _ReadState(StrEnum):
-    READING = "reading"
-    READ = "read"
-    FAILED = "failed"
-
-
-@dataclass(slots=True, eq=False)
-class _SharedRun:
-    """A chunk range that one worker reads for several. ``spare`` are the buffers that the others have left in
-    exchange."""
-
-    run: CopyRun
-    buffer: Buffer
-    state: _ReadState = _ReadState.READING
-    spare: list[Buffer] = field(default_factory=list)
-
-    def is_settled(self) -> bool:
-        return self.state is not _ReadState.READING
-
-    def covers(self, run: CopyRun, buffer: Buffer) -> bool:
-        """Return whether this buffer contains the bytes of ``run``, checked against the same digests, and ``buffer``
-        has the same length, so that it can be exchanged."""
-        mine = self.run
-        assert mine.manifest is not None
-        assert run.manifest is not None
-        return (
-            (mine.source, mine.id, mine.shard) == (run.source, run.id, run.shard)
-            and mine.start <= run.start
-            and run.end <= mine.end
-            and len(self.buffer.view) == len(buffer.view)
-            and mine.manifest.digests[mine.first : mine.stop][
-                run.first - mine.first : run.stop - mine.first
-            ]
-            == run.manifest.digests[run.first : run.stop]
-        )
-
-
-class SharedReads:
-    """One read for several writers: workers of several tiers that need the same chunk range share one buffer.
-
-    A worker borrows a buffer of its own tier's pool. If another worker is reading the same bytes of the same copy, or
-    still writes from them, the worker uses that buffer and leaves its own one in exchange. A worker that is done
-    returns any buffer that is not in use to its pool. So no tier waits for another's writes, and no memory is used
-    beyond the pools. A buffer that nobody writes from is reused at once: there is no cache. ``pools`` are by tier; only
-    buffers of the same length are exchanged.
-    """
-
-    def __init__(self, pools: Mapping[str, BufferPool], *, wait_s: float = WAIT_S) -> None:
-        """``wait_s``: how long a worker waits for another's read."""
-        self._pools = pools
-        self._wait_s = wait_s
-        self._ranges: list[_SharedRun] = []
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def lend(self, run: CopyRun, read: Callable[[memoryview], None]) -> Iterator[memoryview]:
-        """Lend the bytes of a chunk range of a stored tier: another worker's, or what ``read`` fills a buffer with.
-
-        ``read`` verifies what it reads. If it raises, so does this method, and workers that waited read themselves.
-        """
-        pool = self._pools[run.tier]
-        shared, is_mine = self._join(run, pool.borrow(frame_bytes_max(run.end - run.start)))
-        try:
-            if is_mine:
-                self._fill(shared, read)
-            start = run.start - shared.run.start
-            yield shared.buffer.view[start : start + run.end - run.start]
-        finally:
-            pool.return_buffer(self._leave(shared))
-
-    def _join(self, run: CopyRun, buffer: Buffer) -> tuple[_SharedRun, bool]:
-        """Share another worker's buffer and leave ``buffer`` in exchange; or register ``buffer``, to be filled by the
-        caller (True). A worker that waits for a read counts as a user of it, so that the buffer stays registered."""
-        deadline = time.monotonic() + self._wait_s
-        with self._changed:
-            while found := [one for one in self._ranges if one.covers(run, buffer)]:
-                shared = next((one for one in found if one.state is _ReadState.READ), found[0])
-                shared.spare.append(buffer)
-                left_s = deadline - time.monotonic()
-                self._changed.wait_for(partial(_any_settled, found), max(0.0, left_s))
-                if shared.state is _ReadState.READ:
-                    return shared, False
-                buffer = self._leave(shared)
-                if not _any_settled(found):
-                    break
-            self._ranges.append(_SharedRun(run, buffer))
-            return self._ranges[-1], True
-
-    def _fill(self, shared: _SharedRun, read: Callable[[memoryview], None]) -> None:
-        state = _ReadState.FAILED
-        try:
-            read(shared.buffer.view)
-            state = _ReadState.READ
-        finally:
-            with self._changed:
-                shared.state = state
-                if state is _ReadState.FAILED:
-                    self._ranges.remove(shared)
-                self._changed.notify_all()
-
-    def _leave(self, shared: _SharedRun) -> Buffer:
-        """Return a buffer for the caller's pool: while others use the shared one, one of its spare buffers."""
-        with self._changed:
-            if shared.spare:
-                return shared.spare.pop()
-            if shared.state is not _ReadState.FAILED:
-                self._ranges.remove(shared)
-            return shared.buffer
-
-
-def _any_settled(found: Sequence[_SharedRun]) -> bool:
-    return any(one.is_settled() for one in found)
-
-
 class _SourceError(Exception):
     """Reading the source failed; ``__cause__`` is the error to report."""
 
@@ -252,9 +76,8 @@ class _SourceError(Exception):
 class TaskRunner:
     """Carries out the tasks of all workers.
 
-    Chunks that are read from a stored tier pass through a buffer of the target tier's pool, in ``pools``, or of another
-    tier's that reads the same chunks (``SharedReads``). They stay there until they are written, so that a slow tier
-    blocks no other.
+    Chunks that are read from a stored tier pass through a buffer of the target tier's pool, in ``pools``. They stay
+    there until they are written, so that a slow tier blocks no other.
 
     ``attempt`` returns the attempt of this process: a task that writes, deletes or decides raises FencedError where its
     tier has a record of a newer one.
@@ -271,7 +94,6 @@ class TaskRunner:
         self._stores = stores
         self._clock = clock
         self._pools = pools
-        self._shared = SharedReads(pools)
         self._attempt = attempt
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
         self._images_lock = threading.Lock()
@@ -318,10 +140,6 @@ class TaskRunner:
         store.check_newest(self._attempt(), doing=doing)
         store.decided.add(task.entry)
         return store.decided.read(max_age_s=FENCE_VALID_S)
-
-    def _note_damage(self, task: NoteDamage, store: TaskStore) -> None:
-        store.check_newest(self._attempt(), doing=f"damage of {task.id}")
-        store.note_damaged(task.commit, task.why)
 
     def _read_decided(self, task: ReadDecided, store: TaskStore) -> DecidedList:
         return store.decided.read()
@@ -378,9 +196,11 @@ class TaskRunner:
             task.writer.write_chunks(task.first, task.start, view)
             return 0.0
         began, paced = self._clock(), waited_s()
-        with self._shared.lend(task, lambda buffer: self._read(task, buffer)) as view:
+        length = task.end - task.start
+        with self._pools[task.tier].lend_view(frame_bytes_max(length)) as buffer:
+            self._read(task, buffer)
             read_s = self._clock() - began - (waited_s() - paced)
-            task.writer.write_chunks(task.first, task.start, view)
+            task.writer.write_chunks(task.first, task.start, buffer[:length])
         return read_s
 
     def _read(self, task: CopyRun, buffer: memoryview) -> None:
@@ -427,15 +247,6 @@ class TaskRunner:
     def _abort(self, task: AbortShard, store: TaskStore) -> None:
         self._forget(task.tier)
         task.writer.abort()
-
-    def _record_start(self, task: RecordStart, store: TaskStore) -> None:
-        store.check_newest(self._attempt(), doing=f"record of attempt {task.id.attempt}")
-        store.record_lineage(task.commit, self._attempt())
-
-    def _read_commit(self, task: ReadCommit, store: TaskStore) -> Commit:
-        commit = store.written_commit(task.id)
-        store.sync_commit(task.id)
-        return commit
 
     def _open_check(self, task: OpenCheck, store: TaskStore) -> tuple[tuple[Image, Manifest], ...]:
         commit = store.read_commit(task.id)
@@ -557,10 +368,8 @@ _HANDLERS: dict[type[Any], Callable[[TaskRunner, Any, TaskStore], Any]] = {
     AbortShard: TaskRunner._abort,
     DeleteCopy: TaskRunner._drop,
     AddDecided: TaskRunner._add_decided,
-    NoteDamage: TaskRunner._note_damage,
+    StoreCall: lambda runner, task, store: task.call(store, runner._attempt()),
     ReadDecided: TaskRunner._read_decided,
-    ReadCommit: TaskRunner._read_commit,
-    RecordStart: TaskRunner._record_start,
     OpenCheck: TaskRunner._open_check,
     CheckChunk: TaskRunner._check_chunk,
 }
@@ -631,7 +440,8 @@ class Workers:
                 )
         except BaseException as error:
             self.failure = error
-            self._coordinator.emitter.failed("coordinate", error)
+            emit = self._coordinator.emitter.emit
+            emit(events.OperationFailed, doing="coordinate", reason=error)
             logger.exception("the coordinator stopped: nothing is flushed any more")
             stopped = TierfallError(
                 f"the coordinator stopped, nothing is flushed any more: {error!r}"

@@ -23,7 +23,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from tierfall.core.ranks.messages import Message
+from tierfall.core.ranks.messages import Message, Signed, Unsigned
 from tierfall.core.state.item import OnResize
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import dtypes
@@ -31,7 +31,7 @@ from tierfall.core.tensors import names as naming
 from tierfall.core.tensors.tensors import as_bytes, copy_whole
 from tierfall.core.types.values import Changes
 
-Keys = NDArray[np.uint64]
+Keys = Unsigned
 _HASHED_BYTES = 64 << 20
 
 
@@ -132,8 +132,8 @@ class ReplicaAssignment(Message):
 
     id: str
     keys: Keys
-    owners: NDArray[np.int64]
-    groups: NDArray[np.int64]
+    owners: Signed
+    groups: Signed
     entries: int
     bytes: int
 
@@ -206,7 +206,7 @@ class ReplicaDigests(Message):
 
     keys: Keys
     values: Keys
-    groups: NDArray[np.int64]
+    groups: Signed
 
     @classmethod
     def join(cls, parts: Sequence[ReplicaDigests]) -> ReplicaDigests:

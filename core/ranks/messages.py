@@ -1,7 +1,7 @@
 """Messages between ranks: frozen dataclasses, their JSON form, and the one place that validates what other ranks send.
 
-The JSON form of a message is the list of its fields, in their order. A field holds a scalar, a str enum, a numpy
-column of 64-bit integers, another dataclass, or a tuple, frozenset, mapping or optional of these. ``from_json`` checks
+The JSON form of a message is a mapping of its fields. A field holds a scalar, a str enum, a column of 64-bit integers
+(``Signed``, ``Unsigned``), another dataclass, or a tuple, frozenset, mapping or optional of these. ``from_json`` checks
 each field against its type hint, so that no later code has to doubt what another rank has sent.
 """
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import base64
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
-from functools import cache, partial
-from itertools import pairwise, repeat
-from types import NoneType, UnionType
-from typing import Any, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, Self, TypeVar, cast, get_args, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, PlainValidator, TypeAdapter, ValidationError
 
 from tierfall.core.types.errors import (
     BackendError,
@@ -38,8 +39,8 @@ class Message:
 
     __slots__ = ()
 
-    def to_json(self) -> list[object]:
-        return cast("list[object]", to_json(self))
+    def to_json(self) -> dict[str, object]:
+        return cast("dict[str, object]", to_json(self))
 
     @classmethod
     def from_json(cls, body: object, *, rank: int) -> Self:
@@ -134,10 +135,10 @@ def to_json(value: object) -> object:
         case Mapping():
             return {str(key): to_json(each) for key, each in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return [
-            getattr(value, name) if is_json else to_json(getattr(value, name))
+        return {
+            name: getattr(value, name) if is_json else to_json(getattr(value, name))
             for name, is_json in _fields_to_write(type(value))
-        ]
+        }
     raise TypeError(f"a message between ranks cannot hold {value!r}")
 
 
@@ -154,155 +155,42 @@ def _fields_to_write(kind: type) -> tuple[tuple[str, bool], ...]:
 # Reading ---------------------------------------------------------------------------------------------
 
 
-class _MalformedError(Exception):
-    """``place`` is the path of the field, which grows while the error passes the containers around it."""
-
-    def __init__(self, expected: str, found: object) -> None:
-        shown = repr(found)
-        self.text = f"expected {expected}, got {shown if len(shown) <= 80 else shown[:77] + '...'}"
-        self.place = ""
-
-
 def from_json(hint: type[T], body: object, *, rank: int) -> T:
     """Read what ``to_json`` returned for a value of type ``hint``. Raises RanksError, which names ``rank``, the sender,
-    and the field, where it is of another type."""
+    and the field, if it is of another type."""
     try:
-        return cast("T", _reader(cast("Any", hint))(body))
-    except _MalformedError as error:
+        return cast("T", _adapter(cast("Any", hint)).validate_python(body))
+    except ValidationError as error:
+        found = error.errors()[0]
         name = getattr(hint, "__name__", str(hint))
+        place = ".".join(map(str, found["loc"])) or "message"
         raise RanksError(
-            f"rank {rank} sent a malformed {name}: {error.place.lstrip('.') or 'message'}: {error.text}; all ranks run "
-            "one version of tierfall"
+            f"rank {rank} sent a malformed {name}: {place}: {found['msg']}; all ranks run one version of tierfall"
         ) from None
 
 
-_Reader = Callable[[object], object]
-
-
 @cache
-def _reader(hint: Any) -> _Reader:
-    hint = _without_alias(hint)
-    origin, args = get_origin(hint), get_args(hint)
-    if hint in (object, Any):
-        return lambda body: body
-    if hint in (bool, int, float, str, NoneType):
-        return partial(_scalar, hint)
-    if origin in (Union, UnionType):
-        return _union(args)
-    if origin is tuple and args[-1] is not Ellipsis:
-        return partial(_fixed_tuple, [_reader(arg) for arg in args])
-    if origin in (tuple, frozenset):
-        return partial(_sequence, origin, _reader(args[0]))
-    if origin is not None and issubclass(origin, Mapping):
-        keys: dict[Any, Callable[[str], object]] = {int: int, CheckpointId: _checkpoint_of}
-        return partial(_mapping, keys.get(args[0], str), _reader(args[1]))
-    if origin is np.ndarray:
-        return partial(_column, np.dtype(get_args(args[1])[0]))
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return partial(_enum, hint)
-    if isinstance(hint, type) and is_dataclass(hint):
-        hints = get_type_hints(hint)
-        names = [each.name for each in fields(hint)]
-        return partial(_dataclass, hint, names, [_reader(hints[name]) for name in names])
-    raise TypeError(f"a message between ranks cannot hold a {hint}")
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint)
 
 
-def _without_alias(hint: Any) -> Any:
-    """Return what a type alias stands for. ``NDArray`` is one since NumPy 2.5, on Python 3.12 and later."""
-    value = getattr(get_origin(hint), "__value__", None)
-    return hint if value is None else value[get_args(hint)]
-
-
-def _scalar(kind: type, body: object) -> object:
-    if kind is float and isinstance(body, int | float) and not isinstance(body, bool):
-        return float(body)
-    if isinstance(body, kind) and (kind is bool or not isinstance(body, bool)):
-        return body
-    raise _MalformedError("null" if kind is NoneType else kind.__name__, body)
-
-
-def _union(args: Sequence[Any]) -> _Reader:
-    """Read ``X | None``, or one of several scalars."""
-    kinds = [arg for arg in args if arg is not NoneType]
-    if len(kinds) == 1:
-        read = _reader(kinds[0])
-        return lambda body: None if body is None else read(body)
-    expected = " or ".join(kind.__name__ for kind in kinds)
-    return partial(_one_of, tuple(kinds), expected, len(kinds) < len(args))
-
-
-def _one_of(kinds: tuple[type, ...], expected: str, is_optional: bool, body: object) -> object:
-    if (body is None and is_optional) or isinstance(body, kinds):
-        return body
-    raise _MalformedError(expected, body)
-
-
-def _list(body: object, length: int | None = None) -> Sequence[object]:
-    if not isinstance(body, list | tuple) or length not in (None, len(body)):
-        raise _MalformedError("a list" if length is None else f"a list of {length}", body)
-    return body
-
-
-def _sequence(kind: type, read: _Reader, body: object) -> object:
-    return kind(_items(_list(body), repeat(read)))
-
-
-def _fixed_tuple(readers: Sequence[_Reader], body: object) -> object:
-    return tuple(_items(_list(body, len(readers)), readers))
-
-
-def _items(
-    values: Sequence[object], readers: Iterable[_Reader], names: Sequence[str] = ()
-) -> list[object]:
-    found: list[object] = []
-    try:
-        for value, read in zip(values, readers, strict=False):
-            found.append(read(value))
-    except _MalformedError as error:
-        place = f".{names[len(found)]}" if names else f"[{len(found)}]"
-        error.place = f"{place}{error.place}"
-        raise
-    return found
-
-
-def _checkpoint_of(text: str) -> CheckpointId:
-    step, attempt = text.split("@")
-    return CheckpointId(int(step), int(attempt))
-
-
-def _mapping(read_key: Callable[[str], object], read: _Reader, body: object) -> object:
-    if not isinstance(body, Mapping):
-        raise _MalformedError("an object", body)
-    found: dict[object, object] = {}
-    for key, value in body.items():
-        try:
-            found[read_key(str(key))] = read(value)
-        except ValueError:
-            raise _MalformedError("a whole number as a key", key) from None
-        except _MalformedError as error:
-            error.place = f"[{key}]{error.place}"
-            raise
-    return found
-
-
-def _column(dtype: np.dtype[Any], body: object) -> object:
-    try:
+def _column(dtype: type[np.generic]) -> PlainValidator:
+    def read(body: object) -> NDArray[Any]:
         data = base64.b64decode(body, validate=True) if isinstance(body, str) else None
-    except ValueError:
-        data = None
-    if data is None or len(data) % dtype.itemsize:
-        raise _MalformedError(f"a column of {dtype}", body)
-    return np.frombuffer(data, dtype=dtype.newbyteorder("<")).astype(dtype)
+        if data is None or len(data) % 8:
+            raise ValueError(f"expected a column of {dtype.__name__}")
+        return np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<")).astype(dtype)
+
+    return PlainValidator(read)
 
 
-def _enum(kind: type[StrEnum], body: object) -> object:
-    if body not in tuple(kind):
-        raise _MalformedError(f"one of {', '.join(kind)}", body)
-    return kind(cast("str", body))
+def _checkpoint_of(text: object) -> object:
+    step, _, attempt = str(text).partition("@")
+    return {"step": step, "attempt": attempt}
 
 
-def _dataclass(
-    kind: type, names: Sequence[str], readers: Sequence[_Reader], body: object
-) -> object:
-    found = _items(_list(body, len(names)), readers, names)
-    return kind(**dict(zip(names, found, strict=True)))
+Signed = Annotated[NDArray[np.int64], _column(np.int64)]
+Unsigned = Annotated[NDArray[np.uint64], _column(np.uint64)]
+"""Columns of a message."""
+CheckpointKey = Annotated[CheckpointId, BeforeValidator(_checkpoint_of)]
+"""A checkpoint that is the key of a mapping in a message."""

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tierfall.core.runtime.threads import InterruptedWaitError, interrupt_of_thread
 from tierfall.core.types.errors import TierfallError, UnreachableError
@@ -27,8 +25,6 @@ logger = logging.getLogger("tierfall")
 
 POLL_S = 0.005
 SLOW_S = 1.0
-IDLE_S = 1.0
-"""Seconds after which an idle thread ends."""
 INTERRUPT_S = 0.1
 """Seconds between checks of a wait for an interrupt of its thread."""
 T = TypeVar("T")
@@ -56,43 +52,6 @@ class _Call:
     bound_s: float
     began_s: float
     future: Future[Any] = field(default_factory=Future)
-
-
-class _Thread:
-    """A thread that makes one call after the other: a thread for each would set up torch's own threads each time."""
-
-    idle: ClassVar[deque[_Thread]] = deque()
-    """Threads without a call."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    @classmethod
-    def call(cls, function: Callable[[], None]) -> None:
-        """Call a function on an idle thread, or on a new one. Raises RuntimeError if none can be started."""
-        try:
-            cls.idle.popleft()._calls.put(function)
-        except IndexError:
-            thread = cls()
-            thread._calls.put(function)
-            threading.Thread(target=thread._run, name="tierfall-call", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                function = self._calls.get(timeout=IDLE_S)
-            except queue.Empty:
-                try:
-                    self.idle.remove(self)
-                    return
-                except ValueError:  # another thread has just popped it, and passes it a call
-                    function = self._calls.get()
-            function()
-            del function  # what it references is free
-            self.idle.append(self)
-
-
-os.register_at_fork(after_in_child=_Thread.idle.clear)  # a child has no thread of its parent's
 
 
 class NotAskedError(UnreachableError):
@@ -213,7 +172,7 @@ def _start_call(
 
     future.add_done_callback(lambda _: finished.put(name))
     try:
-        _Thread.call(run)
+        threading.Thread(target=run, name="tierfall-call", daemon=True).start()
     except RuntimeError as error:  # none can be started any more, as at the end of the interpreter
         future.set_exception(NotAskedError(f"tier {name} was not asked: {error}"))
 

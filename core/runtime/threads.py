@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-logger = logging.getLogger("tierfall")
+from tierfall.core.runtime.conditions import Conditions
+
+_conditions = Conditions()
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -153,56 +155,22 @@ class _SharedWork:
         self.wait()
 
 
-class HelperThreads:
-    """Threads that help one thread with its work, time after time; they are started when they are first needed.
-
-    Only one thread calls ``run``.
-    """
-
-    def __init__(self, count: int, name: str) -> None:
-        self._count = count
-        self._name = name
-        self._started = 0
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    @contextmanager
-    def run(self, task: Callable[[], None]) -> Iterator[None]:
-        """Call ``task`` on each of the threads during the block. Its end waits until all calls have returned: the block
-        has to let them. ``task`` raises nothing."""
-        self._start()
-        for _ in range(self._started):
-            self._tasks.put(task)
-        try:
-            yield
-        finally:
-            for _ in range(self._started):
-                self._ended.get()
-
-    def close(self) -> None:
-        """End the threads."""
-        for _ in range(self._started):
-            self._tasks.put(None)
-        self._started = 0
-
-    def _start(self) -> None:
-        try:
-            while self._started < self._count:
-                name = f"{self._name}-{self._started}"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
-                self._started += 1
-        except RuntimeError as error:  # the limit of processes, or of memory, is reached
-            found, wanted = self._started + 1, self._count + 1
-            logger.warning(
-                "%s: goes on with %d of %d threads: %s", self._name, found, wanted, error
-            )
-            self._count = self._started
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-            del task  # so that this thread keeps no memory alive while it waits
-            self._ended.put(None)
-
-
-NO_HELPERS = HelperThreads(0, "none")
+@contextmanager
+def helped_by(count: int, task: Callable[[], None], *, name: str) -> Iterator[None]:
+    """Call ``task`` on so many threads during the block; fewer at the limit of processes, or of memory. The end of the
+    block waits until all calls have returned: the block has to let them. ``task`` raises nothing."""
+    running: list[threading.Thread] = []
+    try:
+        for number in range(count):
+            thread = threading.Thread(target=task, name=f"{name}-{number}", daemon=True)
+            thread.start()
+            running.append(thread)
+    except RuntimeError as error:
+        found, wanted = len(running) + 1, count + 1
+        text = "%s: goes on with %d of %d threads: %s"
+        _conditions.report(name, logging.WARNING, text, name, found, wanted, error)
+    try:
+        yield
+    finally:
+        for thread in running:
+            thread.join()

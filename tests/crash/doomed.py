@@ -19,7 +19,7 @@ from tierfall.backends.posix.backend import PosixBackend, PosixWriter
 from tierfall.backends.posix.folders import Folders
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.flush.coordinator import Coordinator
-from tierfall.core.flush.memory import Admissions, Superseder
+from tierfall.core.flush.memory import Admissions
 from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_file import ImageFile, Region
@@ -282,10 +282,10 @@ ADOPTION = {
     "adopt-commit": Point(owner=StoredTier, method="commit", after=True, fits=_on("slow")),
 }
 SUPERSEDE = {
-    "supersede-begin": Point(owner=Superseder, method="_give_up", calls=(1, 4)),
+    "supersede-begin": Point(owner=Admissions, method="_give_up", calls=(1, 4)),
     "supersede-sealed": Point(owner=Region, method="unseal", calls=(1, 4)),
     "supersede-unsealed": Point(owner=Region, method="unseal", after=True, calls=(1, 4)),
-    "supersede-told": Point(owner=Superseder, method="_give_up", after=True, calls=(1, 4)),
+    "supersede-told": Point(owner=Admissions, method="_give_up", after=True, calls=(1, 4)),
     "supersede-release": Point(owner=Region, method="release", fits=_was_unsealed, calls=(1, 4)),
     "supersede-free": Point(owner=Admissions, method="free", after=True, calls=(2, 5)),
 }

@@ -16,7 +16,7 @@ import torch
 
 import tierfall
 from tests.distributed import killing
-from tierfall.core.flush.commits import Commits
+from tierfall.core.flush.commits import TierCommits
 from tierfall.core.flush.flusher import Flusher
 from tierfall.core.ranks.transport import StoreTransport
 
@@ -125,8 +125,8 @@ def cost(folder: str, saves: int, **changes: Any) -> Any:
 
     watch(StoreTransport, "send", count)
     watch(
-        Commits,
-        "on_uploaded",
+        TierCommits,
+        "contribute",
         lambda _, tier, entry, files: landed.update({entry.id.step: time.time()}),
     )
     watch(Flusher, "committed", lambda _, tier, id, size: there.update({id.step: time.time()}))

@@ -245,7 +245,7 @@ class Door:
 
     def drain(self, until_s: float, *, now_s: float, asker: object) -> None:
         """A deadline comes up."""
-        self.planner.begin_drain(asker, until_s)
+        self.planner.drain_schedule.begin(asker, until_s)
 
     def apply_rules(self) -> None:
         """Look at all tiers anew for what is to be deleted."""

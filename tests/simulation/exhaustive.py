@@ -133,8 +133,10 @@ class Life(ManyHistory):
         self.steps, self.whole = [], []
         self.committed, self.given_up, self.found = set(), set(), set()
         self.durable = {}
-        self.counts = dict.fromkeys(("whole", "given_up", "crash", "committed"), 0)
-        self.counts |= dict.fromkeys(("save_given_up", "delete_copy", "alike", "unlike"), 0)
+        self.counts = dict.fromkeys(("WholeCheckpoint", "GivenUpCopy", "crash", "CommittedCopy"), 0)
+        self.counts |= dict.fromkeys(
+            ("SaveFailure", "DeletedCopy", "ImagesAlike", "ImagesUnlike"), 0
+        )
         self.person = Person(self.world, self.draw)
         self.world.said, self.world.ran = self._said, self._ran
         self.stopped: Rank | None = None

@@ -125,9 +125,9 @@ class ManyHistory:
         self.found: set[tuple[str, CheckpointId]] = set()
         """What was committed when this start began."""
         self.durable: dict[str, CheckpointId] = {}
-        self.counts = {"whole": 0, "given_up": 0, "crash": 0}
-        self.counts |= {"committed": 0, "save_given_up": 0, "delete_copy": 0}
-        self.counts |= {"alike": 0, "unlike": 0}
+        self.counts = {"WholeCheckpoint": 0, "GivenUpCopy": 0, "crash": 0}
+        self.counts |= {"CommittedCopy": 0, "SaveFailure": 0, "DeletedCopy": 0}
+        self.counts |= {"ImagesAlike": 0, "ImagesUnlike": 0}
         self.person = Person(self.world, draw)
         self.world.said, self.world.ran = self._said, self._ran
         self._begin_loops()
@@ -166,19 +166,19 @@ class ManyHistory:
         self.world.trace.append(f"announced: {topic} {body}")
         if what in self.counts:
             self.counts[str(what)] += 1
-        if what == "whole":
+        if what == "WholeCheckpoint":
             self.whole.append(CheckpointId(int(step), int(attempt)))
             assert self.whole[-1] not in self.unlike, f"{self.whole[-1]} is a mixture"
-        if what == "committed":  # it may be deleted before the next look
+        if what == "CommittedCopy":  # it may be deleted before the next look
             id = CheckpointId(int(step), int(attempt))
             assert id in self.world.committed(str(tier)), f"{id} is not committed on all nodes"
             self.committed.add((str(tier), id))
-        if what == "given_up":
+        if what == "GivenUpCopy":
             copy = str(tier), CheckpointId(int(step), int(attempt))
             # else one is given up that could not be seen when this start began
             if copy not in self.damage.ever | self.found:
                 self.given_up.add(copy)
-        if what == "save_given_up":
+        if what == "SaveFailure":
             id = CheckpointId(int(step), int(attempt))
             assert id not in self.whole[-1:], f"{id}, the newest that was whole, is given up"
             self.given_up |= {(t, id) for t in self.tiers if (t, id) not in self.committed}

@@ -91,7 +91,7 @@ class PeerWatch:
     # After each event ----------------------------------------------------------------------------
 
     def _on_said(self, topic: Topic, body: Any) -> None:
-        if topic[0] == "committed" and topic[3] == PEER_TIER:
+        if topic[0] == "CommittedCopy" and topic[3] == PEER_TIER:
             self._announced.append(CheckpointId(int(topic[1]), int(topic[2])))
 
     def look(self) -> None:

@@ -29,14 +29,14 @@ def test_no_history_breaks_a_promise_and_all_that_may_happen_comes_about() -> No
     for seed in range(FIRST, FIRST + HISTORIES):
         seen.update(run_many(seed, EVENTS).counts)
     common = (
-        "whole",
-        "committed",
-        "given_up",
-        "save_given_up",
-        "delete_copy",
+        "WholeCheckpoint",
+        "CommittedCopy",
+        "GivenUpCopy",
+        "SaveFailure",
+        "DeletedCopy",
         "crash",
-        "alike",
-        "unlike",
+        "ImagesAlike",
+        "ImagesUnlike",
         "pin",
         "unpin",
         "delete",

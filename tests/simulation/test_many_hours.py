@@ -38,6 +38,14 @@ def test_no_hour_of_several_ranks_breaks_a_promise(seed: int) -> None:
 @pytest.mark.torture
 def test_all_that_may_happen_comes_about() -> None:
     seen: Counter[str] = sum((seen_in(seed) for seed in range(HOURS)), Counter())
-    common = ("whole", "committed", "given_up", "save_given_up", "delete_copy", "crash", "late")
+    common = (
+        "WholeCheckpoint",
+        "CommittedCopy",
+        "GivenUpCopy",
+        "SaveFailure",
+        "DeletedCopy",
+        "crash",
+        "late",
+    )
     common += tuple(bound for bound in IntervalBound if bound is not IntervalBound.OWN)
     assert not {what for what in common if not seen[what]}, "too little happens for a test of it"

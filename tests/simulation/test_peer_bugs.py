@@ -21,10 +21,10 @@ from tierfall.core.copies.shard_reader import ShardReader
 from tierfall.core.flush import worker
 from tierfall.core.flush.commits import TierCommits
 from tierfall.core.flush.memory import Admissions
+from tierfall.core.flush.messages import UploadedFiles
 from tierfall.core.flush.tasks import OpenShard
 from tierfall.core.format.catalog import FoundCopy
 from tierfall.core.format.records import Commit
-from tierfall.core.ranks.message_tree import Bodies
 from tierfall.core.types.errors import KeyNotFoundError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.core.types.view import CheckpointView
@@ -96,11 +96,11 @@ def announce_a_commit_too_early(patch: pytest.MonkeyPatch) -> None:
     """Rank 0 reports a copy as committed once the first node has its part."""
 
     def on_all_uploaded(
-        self: TierCommits, tier: str, id: CheckpointId, bodies: Bodies, **more: Any
+        self: TierCommits, tier: str, id: CheckpointId, uploads: dict[int, UploadedFiles]
     ) -> None:
-        real(self, tier, id, bodies, **more)
-        if not more["of_node_only"] and not self._group.is_shared(tier):
-            self._announce_committed(tier, id, dict.fromkeys(bodies, 1))
+        real(self, tier, id, uploads)
+        if not self._group.is_shared(tier):
+            self._announce_committed(tier, id, dict.fromkeys(uploads, 1))
 
     real = TierCommits.on_all_uploaded
     patch.setattr(TierCommits, "on_all_uploaded", on_all_uploaded)

@@ -23,10 +23,11 @@ from tierfall.core.flush.deleter import Deleter
 from tierfall.core.flush.facts import CopyFailures, LedgerEntry
 from tierfall.core.flush.flusher import Flusher
 from tierfall.core.flush.lane import FlushLane
-from tierfall.core.flush.messages import MessageKind, Messages
+from tierfall.core.flush.messages import DeletedCopy, Messages
 from tierfall.core.format import catalog
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Manifest
+from tierfall.core.ranks.messages import Message
 from tierfall.core.types.values import CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, protection
@@ -113,9 +114,9 @@ def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Deleter, "_applies_rules", lambda self: not self.rules_are_suspended)
     real = Messages.announce_to_others
 
-    def announce(messages: Messages, kind: MessageKind, *more: Any) -> None:
-        if kind is not MessageKind.DELETE_COPY:
-            real(messages, kind, *more)
+    def announce(messages: Messages, body: Message, *more: Any) -> None:
+        if not isinstance(body, DeletedCopy):
+            real(messages, body, *more)
 
     patch.setattr(Messages, "announce_to_others", announce)
 

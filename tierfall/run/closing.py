@@ -123,7 +123,7 @@ def agree_on_end(
     coordinator, attempt = session.coordinator, lineage.attempt.number
     if decision.plan is not ClosingPlan.SAVE:
         reached = CheckpointId(decision.reached, attempt)
-        session.call_soon(partial(coordinator.end_saves, reached))
+        session.call_soon(partial(coordinator.seals.end_saves, reached))
     if step is not None and decision.plan is ClosingPlan.FLUSH:
         session.call_soon(partial(coordinator.owe_to_all_tiers, CheckpointId(step, attempt)))
     if decision.gone:
@@ -452,7 +452,7 @@ class DrainOnSignal:
             format_duration(self._deadline_s),
         )
         try:
-            session.call_soon(lambda: session.coordinator.share_deadline(self._deadline_s))
+            session.call_soon(lambda: session.coordinator.drain_schedule.share(self._deadline_s))
             looked_at = confirm_copies(session, self._deadline_s / 2)
             saves = name in self._saving
             report = self._until(ends_s, name, continues=not saves)

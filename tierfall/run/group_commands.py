@@ -218,7 +218,7 @@ def drain_here(
     asker = object()
     try:
         if deadline_s is not None and owed:
-            plan = partial(coordinator.begin_drain, asker, began + deadline_s)
+            plan = partial(coordinator.drain_schedule.begin, asker, began + deadline_s)
             forecast = _log_forecast(session.call(plan), doing, deadline_s)
         with session.waiting_for_copies(doing):
             session.wait_idle(deadline_s, copies_only=copies_only)

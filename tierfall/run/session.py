@@ -407,7 +407,7 @@ class Session:
         if self.wait(failed, self.config.max_wait_s):
             return dict(failed.value)
         waited = f"{self.config.max_wait_s:g} s (max_wait)"
-        late = self.call(partial(self.coordinator.late_tiers, command))
+        late = self.call(partial(self.coordinator.decisions.late_tiers, command))
         if failed.is_set:  # since the wait has ended
             return dict(failed.value)
         if not late:

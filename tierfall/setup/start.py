@@ -32,7 +32,7 @@ from tierfall.core.format.catalog import (
 from tierfall.core.format.commit_files import image_file, ranks_with_image
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Attempt, Lineage
-from tierfall.core.ranks.messages import Message
+from tierfall.core.ranks.messages import CheckpointKey, Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import (
     complete,
@@ -124,16 +124,16 @@ class Start(Message):
     unreachable: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, frozenset[CheckpointId]] = field(default_factory=dict)
     complete: frozenset[CheckpointId] = frozenset()
-    on_few_nodes: Mapping[str, Mapping[CheckpointId, bool]] = field(default_factory=dict)
+    on_few_nodes: Mapping[str, Mapping[CheckpointKey, bool]] = field(default_factory=dict)
     seen: frozenset[str] = frozenset()
     first: bool = False
-    image_bytes: Mapping[CheckpointId, int] = field(default_factory=dict)
+    image_bytes: Mapping[CheckpointKey, int] = field(default_factory=dict)
     lags: bool = False
     displaced: frozenset[CheckpointId] = frozenset()
     decided: tuple[str, ...] = ()
-    damaged: Mapping[str, Mapping[CheckpointId, str]] = field(default_factory=dict)
+    damaged: Mapping[str, Mapping[CheckpointKey, str]] = field(default_factory=dict)
     starts: tuple[AttemptStart, ...] = ()
-    overtaken: Mapping[CheckpointId, frozenset[str]] | None = None
+    overtaken: Mapping[CheckpointKey, frozenset[str]] | None = None
     reported: tuple[TierReport, ...] = ()
     elsewhere: Mapping[str, tuple[CopyMessage, ...]] = field(default_factory=dict)
 

@@ -26,7 +26,7 @@ def drained(world: Throttled, seconds: float, asker: object = "test") -> Any:
     until_s = world.now_s + seconds
     world.coordinator.post(
         LedgerQuery(
-            function=lambda: world.coordinator.begin_drain(asker, until_s),
+            function=lambda: world.coordinator.drain_schedule.begin(asker, until_s),
             on_answer=lambda value, error: answer.extend((value, error)),
         )
     )
@@ -153,9 +153,9 @@ def test_a_deadline_that_one_rank_knows_of_lets_the_flushes_of_all_yield_to_nobo
     signalled: int,
 ) -> None:
     run = Many((0, 1), [file_rules(SHARED_TIER, shared=True, yields=True)], max_wait_s=10.0)
-    run.ranks[signalled].coordinator.share_deadline(30.0)
+    run.ranks[signalled].coordinator.drain_schedule.share(30.0)
     if signalled == 0:  # it plans for itself as well
-        run.ranks[0].coordinator.begin_drain("signal", run.now_s + 30.0)
+        run.ranks[0].coordinator.drain_schedule.begin("signal", run.now_s + 30.0)
     talk(run)
     assert [rank.coordinator.ledger.is_urgent for rank in run.ranks] == [True, True]
     assert [rank.coordinator.drain_schedule.active for rank in run.ranks] == [True, False]

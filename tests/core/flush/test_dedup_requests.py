@@ -37,18 +37,19 @@ class Job:
     def __init__(self, nodes: list[str], seed: int = 0) -> None:
         self.network = Network(nodes, seed=seed)
         self.refused: dict[CheckpointId, SaveFailure] = {}
+        messages = [Messages(tree) for tree in self.network.message_trees]
         self.dividers = [
             ReplicaAssigner(
-                Messages(c),
+                each,
                 wake_at=lambda when_s: None,
                 max_wait_s=MAX_WAIT_S,
                 refuse=self.refused.__setitem__,
             )
-            for c in self.network.message_trees
+            for each in messages
         ]
         self.answers: list[Any] = [UNANSWERED for _ in nodes]
-        for divider, message_tree in zip(self.dividers, self.network.message_trees, strict=True):
-            message_tree.on_message = divider.on_message
+        for each, message_tree in zip(messages, self.network.message_trees, strict=True):
+            message_tree.on_message = each.on_message
 
     def ask(self, rank: int, step: int, share: ReplicatedTensors) -> None:
         def answer(division: ReplicaAssignment | None) -> None:

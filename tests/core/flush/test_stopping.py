@@ -82,7 +82,7 @@ def test_at_the_end_of_a_training_what_not_all_ranks_began_to_save_is_given_up_a
     run.settle(limit_s=30.0)
     second, third = CheckpointId(2, 1), CheckpointId(3, 1)
     for rank in run.ranks:
-        rank.coordinator.end_saves(second)
+        rank.coordinator.seals.end_saves(second)
     run.settle(limit_s=30.0)
     for rank in others:
         with pytest.raises(CaptureError, match="rank 2 did not save step 3 before the training"):

@@ -106,7 +106,7 @@ def test_a_door_where_this_rank_was_before_is_not_taken_for_a_new_one(
 def test_the_door_of_a_start_that_is_gone(bootstrap: TCPStore, ranks: list[Process]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    bootstrap.set(ADDRESS, json.dumps(["tierfall/old", "127.0.0.1", port]))
+    bootstrap.set(ADDRESS, json.dumps({"name": "tierfall/old", "host": "127.0.0.1", "port": port}))
     for rank in ranks[1:]:
         rank.ask("join", PATIENCE_S)
     time.sleep(0.3)
@@ -119,7 +119,9 @@ def test_the_door_of_a_start_that_is_alive_and_never_welcomes(
     bootstrap: TCPStore, ranks: list[Process]
 ) -> None:
     stale = serve()
-    bootstrap.set(ADDRESS, json.dumps(["tierfall/old", "127.0.0.1", stale.port]))
+    bootstrap.set(
+        ADDRESS, json.dumps({"name": "tierfall/old", "host": "127.0.0.1", "port": stale.port})
+    )
     for rank in ranks[1:]:
         rank.ask("join", PATIENCE_S)
     stale.wait([f"tierfall/old/rank/{rank}" for rank in (1, 2, 3)])  # they are all at the old one
