@@ -228,16 +228,16 @@ class CheckpointReader:
         with self.open(shard) as reader:
             return reader.read_header()
 
-    def headers(self, world_size: int) -> dict[int, ImageHeader]:
-        """Read the headers of all ranks' images; raises as ``header`` does."""
-        shards = [Shard(rank, world_size) for rank in range(world_size)]
-        return dict(enumerate(run_in_parallel(self.header, shards, parallel=READ_THREADS)))
+    def headers(self, ranks: Iterable[int], world_size: int) -> dict[int, ImageHeader]:
+        """Read the headers of the images of ``ranks``, without numbers that are not ranks; raises as ``header``
+        does."""
+        shards = [Shard(rank, world_size) for rank in sorted(ranks) if rank < world_size]
+        read = run_in_parallel(self.header, shards, parallel=READ_THREADS)
+        return {shard.rank: header for shard, header in zip(shards, read, strict=True)}
 
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
-        """Return the manifests of the images of ``ranks``, without numbers that are not ranks. Raises as ``header``
-        does."""
-        shards = (Shard(rank, world_size) for rank in sorted(ranks) if rank < world_size)
-        return {shard.rank: self.find(shard)[1] for shard in shards}
+        """Return the manifests of the images of ``ranks``; raises as ``header`` does."""
+        return {rank: self.find(Shard(rank, world_size))[1] for rank in sorted(ranks)}
 
     def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
         """Fill the targets of the ``fills`` of each rank's image."""

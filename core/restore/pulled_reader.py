@@ -100,13 +100,11 @@ class PulledReader(CheckpointReader):
     def header(self, shard: Shard) -> ImageHeader:
         return self._headers([shard.rank])[shard.rank]
 
-    def headers(self, world_size: int) -> dict[int, ImageHeader]:
-        return self._headers(range(world_size))
+    def headers(self, ranks: Iterable[int], world_size: int) -> dict[int, ImageHeader]:
+        return self._headers([rank for rank in sorted(ranks) if rank < world_size])
 
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
-        wanted = [rank for rank in sorted(ranks) if rank < world_size]
-        self._headers(wanted)
-        return {rank: self._known[rank][0] for rank in wanted}
+        return {rank: self._known[rank][0] for rank in sorted(ranks)}
 
     def _headers(self, images: Sequence[int]) -> dict[int, ImageHeader]:
         if self._network is None:

@@ -182,7 +182,7 @@ def gather(
     images = CheckpointReader(checkpoint, tiers, open_image, ReadTally(), None, CHUNKS_MAX)
     world_size = commit.world_size
     headers, own = separate_per_rank(
-        images.headers(world_size),
+        images.headers(range(world_size), world_size),
         lambda rank, pairs: _differing(images, Shard(rank, world_size), pairs),
     )
     of = f" of {world_size} ranks" if world_size > 1 else ""
