@@ -202,18 +202,16 @@ def _load(
         candidates = choose(listings, request, tally)
         return Choice(candidates=candidates, open_image=open_image)
 
-    chosen = choose_now(request)
-    if not chosen.candidates:
-        raise RestoreError(f"load: {what} holds no checkpoint")
     restored = fill_first(
-        chosen,
+        choose_now,
         request,
         tally,
         make_plan=plan,
         shard=shard,
         make_reader=partial(CheckpointReader, chunks_max=LOAD_CHUNKS),
         resize=ResizeRules(values_of=0),
-        choose_again=choose_now,
     )
+    if restored is None:
+        raise RestoreError(f"load: {what} holds no checkpoint")
     restored.plan.finish()
     return restored.plan.loaded

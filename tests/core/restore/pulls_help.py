@@ -84,8 +84,8 @@ class Peer:
             patience_s=PATIENCE_S,
         )
         restored = fill_first(
-            Choice(
-                candidates=candidates,
+            lambda request: Choice(
+                candidates=[c for c in candidates or () if c.id not in request.without],
                 open_image=lambda tier, id, shard: self.images[tier, id, shard],
             ),
             asked,
@@ -95,6 +95,7 @@ class Peer:
             together=make_barrier(self.ranks, timeout_s=PATIENCE_S),
             make_reader=make_reader,
         )
+        assert restored is not None
         restored.plan.finish()
         return restored
 

@@ -23,7 +23,7 @@ from tierfall.core.image.targets import RegionTargets
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.reshard import MakePlan
-from tierfall.core.restore.restore import Choice, RestoreResult, fill_first
+from tierfall.core.restore.restore import Choice, Choose, RestoreResult, fill_first
 from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
@@ -173,9 +173,9 @@ class Tiers:
             for name in self.names
         )
 
-    def chosen(self, candidates: Sequence[KnownCheckpoint]) -> Choice:
-        return Choice(
-            candidates=candidates,
+    def chosen(self, candidates: Sequence[KnownCheckpoint]) -> Choose:
+        return lambda request: Choice(
+            candidates=[c for c in candidates if c.id not in request.without],
             open_image=lambda tier, id, shard: self.images[tier, id],
         )
 
@@ -189,8 +189,6 @@ class Tiers:
         request = request or RestoreRequest()
         tally = ReadTally()
         candidates = choose(self.listings(), request, tally)
-        if not candidates:
-            return None
         restored = fill_first(
             self.chosen(candidates),
             request,
@@ -199,7 +197,8 @@ class Tiers:
             shard=SHARD,
             make_reader=partial(CheckpointReader, **reader),
         )
-        restored.plan.finish()
+        if restored is not None:
+            restored.plan.finish()
         return restored
 
 

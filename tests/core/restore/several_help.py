@@ -98,5 +98,6 @@ class Rank:
             shard=self.ranks.shard,
             together=note_and_tell,
         )
+        assert restored is not None
         restored.plan.finish()
         return restored

@@ -17,8 +17,8 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader
+from tierfall.core.copies.shard_reader import CheckpointReader
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.merge import MergedHeader
 from tierfall.core.image.tree import (
@@ -50,13 +50,13 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.load.build import CPU, BlockTarget, Builder
 from tierfall.core.load.choices import plain_value
-from tierfall.core.restore.candidates import RestoreRequest, unread_text
+from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.reshard import ResizeRules, merge_images, plan_reads
-from tierfall.core.restore.restore import HALF_FILLED, EndedError, RankFailure
+from tierfall.core.restore.restore import DamagedError, Progress, read_first
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes
-from tierfall.core.types.errors import ConfigError, RanksError, RestoreError
+from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.dcp.planning import Path, PlansUnchanged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -66,18 +66,17 @@ from tierfall.run.session import Session
 logger = logging.getLogger("tierfall")
 
 
-class DamagedError(RestoreError):
-    """The checkpoint that was named is damaged in every copy, so an older one may be loaded. All ranks raise it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedCheckpoint:
     """A checkpoint whose headers have been read."""
 
-    checkpoint: KnownCheckpoint
     parts: CheckpointReader
     entries: DcpEntries
     world_size: int
+
+    @property
+    def checkpoint(self) -> KnownCheckpoint:
+        return self.parts.checkpoint
 
 
 def open_checkpoint(
@@ -88,50 +87,20 @@ def open_checkpoint(
 
     Raises RestoreError where there is none, none can be read, or the newest is temporarily unreachable.
     """
-    tally, ranks = run.session.new_tally(), run.session.ranks
-    left = run.candidates(request, tally)
-    while left:
-        checkpoint = left.pop(0)
-        opened: OpenedCheckpoint | None = None
-        error: Exception | None = None
-        held = [tier.name for tier in run.config.chain if tier.name in checkpoint.copies]
-        tiers = [tier for tier in held if request.tier in (None, tier)]
-        parts = run.reader(checkpoint, tiers, run.session.tiers.opener(), tally)
-        with ExitStack() as closing:
-            closing.callback(parts.close)
-            try:
-                opened = _open(run, parts, values_of)
-            except Exception as failure:  # noqa: BLE001 - the other ranks must know; raised below
-                error = _error_to_raise(failure, checkpoint, request)
-                if isinstance(failure, PASSABLE) and not failure.is_damage:
-                    tally.found_unread(checkpoint.id)
-            failed = _end_together(run, checkpoint, error)
-            if error is not None and not isinstance(error, (*PASSABLE, EndedError)):
-                raise error
-            if opened is not None and failed is None:
-                closing.pop_all()
-                return opened
-        assert failed is not None
-        reason = ranks.topology.name_rank(failed.rank, failed.message)
-        if request.step is not None or failed.permanent:
-            kind = RestoreError if failed.permanent else DamagedError
-            raise kind(f"{request.operation} of {checkpoint.id}: {reason}") from error
-        tally.add_skipped(f"step {checkpoint.id}", reason, checkpoint.id)
-        logger.error("%s: step %s is skipped: %s", request.operation, checkpoint.id, reason)
-        request = replace(request, without=request.without | {checkpoint.id})
-        left = run.candidates(request, tally)  # it may have been deleted meanwhile
-    raise RestoreError(
-        f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
-        + "".join(f"; {fallback.what}: {fallback.reason}" for fallback in tally.fallbacks[-8:])
-    )
+    shard = run.session.ranks.shard
 
+    def read_headers(parts: CheckpointReader) -> OpenedCheckpoint:
+        world_size = parts.world_size(shard.world_size)
+        own = shard.rank if world_size == shard.world_size else values_of
+        merged = merge_images(parts, world_size, shard.rank, ResizeRules(values_of=own))
+        return OpenedCheckpoint(parts=parts, entries=DcpEntries(merged), world_size=world_size)
 
-def _end_together(
-    run: OpenRun, checkpoint: KnownCheckpoint, error: Exception | None
-) -> RankFailure | None:
-    """Agree with the other ranks on how reading ended; return the failure that all follow. If an agreement has failed
-    on this rank, no other one is tried."""
-    return None if isinstance(error, RanksError) else run.barrier()(checkpoint, error)
+    found = run.read_newest(request, partial(read_first, read=read_headers))
+    if found is None:
+        raise RestoreError(
+            f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
+        )
+    return found[1]
 
 
 def hold(run: OpenRun, opened: OpenedCheckpoint, *, owner: object) -> Callable[[], object]:
@@ -152,27 +121,6 @@ def _release(session: Session, id: CheckpointId, parts: CheckpointReader) -> Non
         ledger.reading -= Counter([id])
 
     session.call_soon(end)
-
-
-def _error_to_raise(
-    error: Exception, checkpoint: KnownCheckpoint, request: RestoreRequest
-) -> Exception:
-    """Return the error that ends the load if a copy could not be read: it must not be skipped like a damaged one."""
-    if not isinstance(error, PASSABLE) or error.is_damage:
-        return error
-    raised = RestoreError(unread_text(f"{request.operation} of {checkpoint.id}", error, request))
-    raised.__cause__ = error
-    return raised
-
-
-def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> OpenedCheckpoint:
-    shard = run.session.ranks.shard
-    world_size = parts.world_size(shard.world_size)
-    own = shard.rank if world_size == shard.world_size else values_of
-    merged = merge_images(parts, world_size, shard.rank, ResizeRules(values_of=own))
-    return OpenedCheckpoint(
-        checkpoint=parts.checkpoint, parts=parts, entries=DcpEntries(merged), world_size=world_size
-    )
 
 
 class TierReader(PlansUnchanged, StorageReader):
@@ -273,31 +221,24 @@ class TierReader(PlansUnchanged, StorageReader):
         rank if one has failed."""
         run, opened = self._run, self._opened
         assert opened is not None
-        ranks, patience_s = run.session.ranks, run.patience_s
-        checkpoint, of = opened.checkpoint, f"dcp.load of {opened.checkpoint.id}"
-        error: Exception | None = None
+        ranks, id = run.session.ranks, opened.checkpoint.id
+        named = replace(self._request(), step=id.step, attempt=id.attempt)
+        progress = Progress(named, opened.parts.tally, run.barrier())
         try:
             with run.deletions_paused():
-                read()
-        except Exception as failure:  # noqa: BLE001 - the other ranks must know; raised below
-            error = _error_to_raise(failure, checkpoint, self._request())
-        failed = _end_together(run, checkpoint, error)
-        self._damaged = failed is not None and not failed.permanent
-        if error is not None and not isinstance(error, EndedError):
-            if not (ranks.many and opened.parts.touched):
-                raise error
-            raise RestoreError(f"{of}: {error}{HALF_FILLED}") from error
-        if failed is not None:
-            raise RestoreError(f"{of}: rank {failed.rank}: {failed.message}{HALF_FILLED}")
+                progress.read(opened.parts, lambda parts: read())
+        except DamagedError:
+            self._damaged = True
+            raise
         if self._resume:
             saved = ranks.agree(
                 "dcp.load: saved",
                 run.lineage.saved_any,
                 lambda found: any(found.values()),
                 bool,
-                timeout_s=patience_s,
+                timeout_s=run.patience_s,
             )
-            run.continue_from(checkpoint, saved)
+            run.continue_from(opened.checkpoint, saved)
 
 
 class _Reads:
