@@ -14,8 +14,8 @@ import torch
 
 from tierfall.backends.open import refuse_step_path
 from tierfall.config import Config, load_config
+from tierfall.core.copies.checkpoint_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import Listing
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.load import check_device, plan_load

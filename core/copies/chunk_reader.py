@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.copies.images import READ_THREADS, Image, PackedImage, check_digest, read_chunk
+from tierfall.core.copies.images import READ_THREADS, Image, check_digest, read_chunk
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
 from tierfall.core.load.build import Fill
 from tierfall.core.runtime.buffers import Buffer, BufferPool, allocate, is_being_filled
@@ -118,7 +118,7 @@ class ChunkReader:
 
     def __init__(self, images: Sequence[Image], manifest: Manifest, tally: ReadTally) -> None:
         """``images`` are copies with this manifest, fastest first."""
-        self._images = images
+        self.images = images
         self._manifest = manifest
         self._tally = tally
 
@@ -136,7 +136,7 @@ class ChunkReader:
         start, end = self._manifest.chunk_range(index)
         id = self._manifest.lineage.checkpoint
         failures: list[TierfallError] = []
-        for image in self._images:
+        for image in self.images:
             if is_being_filled(buffer):
                 buffer = allocate(len(buffer))
             try:
@@ -170,7 +170,7 @@ class ChunkReader:
         """Read chunk ``index`` into its targets if the fastest copy has it in memory of this machine. ``pieces`` yields
         the views to fill, and adds them to the digest. Returns False if the chunk has to be read otherwise: it is not
         there, or does not match its digest."""
-        image, digest = self._images[0], xxhash.xxh3_128()
+        image, digest = self.images[0], xxhash.xxh3_128()
         try:
             if not image.read_cached(self._manifest, index, pieces(digest)):
                 return False
@@ -192,7 +192,7 @@ class ChunkReader:
     def _is_gone(self) -> bool:
         """Return whether the manifests of all copies are gone too, as after a deletion; otherwise only an image is
         missing."""
-        for image in self._images:
+        for image in self.images:
             try:
                 image.manifest_bytes()
             except KeyNotFoundError:
@@ -201,27 +201,6 @@ class ChunkReader:
                 return False
             return False
         return True
-
-
-def count_threads(
-    manifest: Manifest,
-    images: Sequence[Image],
-    chunks_max: int | None = None,
-    *,
-    verifying: int = 1,
-) -> int:
-    """Return how many chunks are read at once onto host memory, such that buffers have at most BUFFER_BYTES, and at
-    most the size of ``chunks_max`` chunks, if given (a packed chunk counts as two). ``verifying``: so many threads
-    verify chunks that are in memory."""
-    if all(image.in_memory for image in images):
-        threads = verifying
-    else:
-        largest = max(manifest.data_start, manifest.chunk_bytes)
-        threads = max(1, min(READ_THREADS, BUFFER_BYTES // largest))
-    if chunks_max is None:
-        return threads
-    each = 2 if any(isinstance(image, PackedImage) for image in images) else 1
-    return max(1, min(threads, chunks_max // each))
 
 
 class ImageFills(NamedTuple):

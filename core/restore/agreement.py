@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 
+from tierfall.core.copies.checkpoint_reader import PASSABLE
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
-from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import (
     FoundCopy,
     KnownCheckpoint,

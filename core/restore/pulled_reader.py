@@ -22,22 +22,18 @@ import numpy as np
 import xxhash
 
 from tierfall.core.capture.copier import chunk_digest
+from tierfall.core.copies.checkpoint_reader import (
+    NOWHERE,
+    PASSABLE,
+    CheckpointReader,
+)
 from tierfall.core.copies.chunk_reader import (
-    BUFFER_BYTES,
-    BufferRing,
     ChunkReader,
     ImageFills,
     chunks_of,
     digest_pieces,
-    read_fills,
 )
 from tierfall.core.copies.images import READ_THREADS, Image, check_digest
-from tierfall.core.copies.shard_reader import (
-    NOWHERE,
-    PASSABLE,
-    CheckpointReader,
-    ShardReader,
-)
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest, parse_manifest
 from tierfall.core.image.header import ImageHeader, read_header
@@ -130,12 +126,8 @@ class PulledReader(CheckpointReader):
         else:
             self.fill_here(fills, world_size)
 
-    def open(self, shard: Shard) -> ShardReader:
-        images, manifest = self.find(shard)
-        reader = _SharedChunks(self, shard.rank, images, manifest)
-        return ShardReader(images, manifest, self.tally, self.ring, self.chunks_max, reader=reader)
-
     def close(self) -> None:
+        CheckpointReader.close(self)
         self.ranks.watch(lambda: None)
         self._pool.close()
         if self._network is not None:
@@ -243,26 +235,20 @@ class PulledReader(CheckpointReader):
     def _fill_chunks(
         self, fills: Mapping[int, Sequence[Fill]], needs: Mapping[int, Sequence[int]]
     ) -> None:
-        parts = {image: self._part(image, those) for image, those in fills.items()}
-        largest = max((part.manifest.chunk_bytes for part in parts.values()), default=1)
-        ring = self.ring or BufferRing(largest)
-        threads = max(1, min(2 * READ_THREADS, ring.count, 2 * BUFFER_BYTES // largest))
+        world_size = self.world_size(self.ranks.shard.world_size)
+        parts = {image: self.part(image, world_size, those) for image, those in fills.items()}
         wanted = ((image, index) for image, indexes in needs.items() for index in indexes)
         shard = self.ranks.shard
         order = assign.pull_order(wanted, self._items, shard.rank, shard.world_size)
-        try:
-            read_fills(parts, order, threads, ring.pool, ring.streams)
-        finally:
-            if self.ring is None:
-                ring.release()
+        self.read(parts, order, threads_max=2 * READ_THREADS)
 
-    def _part(self, image: int, fills: Sequence[Fill]) -> ImageFills:
-        manifest = self._known[image][0]
+    def part(self, rank: int, world_size: int, fills: Sequence[Fill]) -> ImageFills:
+        manifest = self._known[rank][0]
         try:
-            images, _ = self.find_image(image) if self._sees(image) else ([], manifest)
+            images = self.find(Shard(rank, world_size))[0] if self._sees(rank) else []
         except PASSABLE:  # other ranks have it
             images = []
-        return ImageFills(_SharedChunks(self, image, images, manifest), manifest, fills)
+        return ImageFills(_SharedChunks(self, rank, images, manifest), manifest, fills)
 
     def _read_header(self, image: int) -> None:
         chunk = (image, HEADER)
@@ -388,7 +374,7 @@ class _SharedChunks(ChunkReader):
         if owner is None:
             return False
         if self._of.reads_alone(chunk, owner):
-            return bool(self._images) and ChunkReader.fill_from_page_cache(self, index, pieces)
+            return bool(self.images) and ChunkReader.fill_from_page_cache(self, index, pieces)
         try:
             self._fill_from(owner, index, pieces)
         except PASSABLE:  # the following read reports it

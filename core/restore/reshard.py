@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader
+from tierfall.core.copies.checkpoint_reader import PASSABLE, CheckpointReader
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers

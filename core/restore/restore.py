@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from tierfall.core.copies.checkpoint_reader import PASSABLE, CheckpointReader, OpenImage
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
-from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.load.plan import ReadPlan

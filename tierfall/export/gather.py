@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from tierfall.backends.posix.system import fallocate
+from tierfall.core.copies.checkpoint_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, merge_headers

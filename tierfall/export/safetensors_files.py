@@ -136,8 +136,8 @@ def _export_image(
 ) -> tuple[int, list[str]]:
     """Write a whole step as the image of one rank: that of a single rank as it is."""
     if gathered.world_size == 1:
-        with gathered.images.open(Shard(0, 1)) as image:
-            manifest, head = image.manifest, image.header_bytes()
+        images, shard = gathered.images, Shard(0, 1)
+        manifest, head = images.find(shard)[1], bytes(images.header_bytes(shard))
         data_bytes = manifest.image_bytes - manifest.data_start
         blocks = enumerate(gathered.merged.blocks)
         places = {position: [(b.start, b.end) for b in own] for position, own in blocks}

@@ -18,9 +18,9 @@ from typing import TypeVar
 
 from tierfall.config import Config
 from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.copies.checkpoint_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.image_writes import aborted_on_failure, publish_image
-from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
 from tierfall.core.flush.lane import LaneLimits
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge

@@ -21,8 +21,8 @@ from tierfall.config import Config
 from tierfall.config.fields import signals_named
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.copies.checkpoint_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.chunk_reader import FoundDamage, ReadTally
-from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier

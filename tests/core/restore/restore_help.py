@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tierfall.core.capture.copier import ImageCopier
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import CheckpointReader
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing
 from tierfall.core.format.decided import DecidedList, Word
 from tierfall.core.format.documents import sha256

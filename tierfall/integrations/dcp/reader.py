@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tierfall.core.copies.shard_reader import CheckpointReader
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.merge import MergedHeader
 from tierfall.core.image.tree import (
