@@ -49,11 +49,9 @@ from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.integrations.dcp.planning import (
     Path,
     PlansUnchanged,
-    count_outcomes,
     nest,
     planned_state,
     refuse_wrapper,
-    results_of,
     value_of,
 )
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -190,7 +188,7 @@ class TierWriter(PlansUnchanged, StorageWriter):
         else:
             handle.wait(self._until)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results_of(plan))
+        done.set_result([])  # DCP looks at none of them
         return done
 
     def _save(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
@@ -203,9 +201,8 @@ class TierWriter(PlansUnchanged, StorageWriter):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Check that every item was written. The metadata is unchanged: with cached plans all saves share the
-        object."""
-        count_outcomes(metadata, results, self.step)
+        """Do nothing: the coordinator of the run commits. The metadata is unchanged: with cached plans all saves share
+        the object."""
 
     # Called by a stager ------------------------------------------------------------------------------
 
@@ -439,11 +436,11 @@ class DirectWriter(PlansUnchanged, StorageWriter):
             index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files
         )
         done: Future[list[WriteResult]] = Future()
-        done.set_result([written, *results_of(plan)])
+        done.set_result([written])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the step; FlushError where a rank's image or an item of the plan is missing."""
+        """Commit the step; FlushError where a rank's image is missing."""
         request = self._request
         step, world_size = request.lineage.checkpoint.step, request.shard.world_size
         found = [r for of_rank in results for r in of_rank if isinstance(r, ImageFiles)]
@@ -453,7 +450,6 @@ class DirectWriter(PlansUnchanged, StorageWriter):
                 f"dcp.save of step {step}: {len(found)} of {world_size} ranks have written their images; the step is "
                 "not committed. In PROCESS mode all ranks of the Checkpointer save together, without no_dist"
             )
-        count_outcomes(metadata, results, step)
         with open_store(request.config, request.tier) as store:
             store.commit(_commit_of(request, files), attempt=request.attempt)
             store.write_latest(request.lineage.checkpoint)
