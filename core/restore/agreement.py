@@ -31,9 +31,7 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.assign import (
     Holders,
     RankGroup,
-    SeenImages,
     group_needs,
-    merge_seen,
 )
 from tierfall.core.restore.candidates import (
     RestoreRequest,
@@ -150,7 +148,7 @@ class StepDecision(Message):
     """What all ranks learn at a step. ``failed`` ends the candidate on all of them."""
 
     failed: RankFailure | None = None
-    seen: tuple[SeenImages, ...] = ()
+    seen: Mapping[int, Mapping[int, NumberRanges]] = field(default_factory=dict)
     addresses: tuple[RankAddress, ...] = ()
     groups: tuple[RankGroup, ...] = ()
 
@@ -209,9 +207,7 @@ def _decide_step(steps: Mapping[int, CandidateStep], holders: Holders) -> StepDe
     if {len(seen), len(needs)} - {0, len(steps)}:
         raise RanksError(f"restore of {steps[0].id}: the ranks are at different steps with it")
     addresses = tuple(steps[rank].address for rank in sorted(seen))
-    return StepDecision(
-        seen=merge_seen(seen), addresses=addresses, groups=group_needs(needs, holders)
-    )
+    return StepDecision(seen=seen, addresses=addresses, groups=group_needs(needs, holders))
 
 
 # All ranks, at the end -------------------------------------------------------------------------------
