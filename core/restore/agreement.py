@@ -215,17 +215,8 @@ def _decide_step(steps: Mapping[int, CandidateStep], holders: Holders) -> StepDe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FinishOutcome(Message):
-    """``continues``: the run continues from what was restored. ``saved``: this rank has saved since its lineage
+    """The error of this rank, or of ``rank``, if one failed. ``saved``: this rank, or any, has saved since its lineage
     began."""
-
-    failed: str | None
-    continues: bool
-    saved: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FinishDecision(Message):
-    """``failed`` is the error of ``rank``, if one failed; ``saved``: any rank has saved."""
 
     rank: int = 0
     failed: str | None = None
@@ -237,7 +228,6 @@ def finish_on_all_ranks(
     finish: Callable[[], None],
     id: CheckpointId,
     *,
-    continues: bool,
     saved: bool,
     request: RestoreRequest,
     timeout_s: float | None = None,
@@ -245,9 +235,8 @@ def finish_on_all_ranks(
     """Call ``finish``, which ends a restore, on all ranks; return whether any of them has ``saved`` since its lineage
     began.
 
-    ``continues``: the run continues from what was restored. Raises RestoreError on every rank if ``finish`` failed on
-    one. If the ``request`` fills the state in place, all errors call it half filled: on the other ranks it is of a step
-    that not all ranks are at.
+    Raises RestoreError on every rank if ``finish`` failed on one. If the ``request`` fills the state in place, all
+    errors call it half filled: on the other ranks it is of a step that not all ranks are at.
     """
     of = f"{request.operation} of {id}"
     half = HALF_FILLED if request.in_place else ""
@@ -257,16 +246,16 @@ def finish_on_all_ranks(
     except BaseException as error:  # noqa: BLE001 - the other ranks must know; raised below
         failure = error
     failed = None if failure is None else str(failure) or repr(failure)
-    outcome = _FinishOutcome(failed=failed, continues=continues, saved=saved)
+    outcome = _FinishOutcome(failed=failed, saved=saved)
     try:
         decision = ranks.agree(
-            "restore: finish", outcome, _finished, _FinishDecision, timeout_s=timeout_s
+            "restore: finish", outcome, _finished, _FinishOutcome, timeout_s=timeout_s
         )
     except TierfallError as lost:
         if failure is None:
             raise RestoreError(f"{of}: {_UNFINISHED}{lost}{half}") from lost
         failure.add_note(f"the other ranks may not know of it: {lost}")
-        decision = _FinishDecision()
+        decision = _FinishOutcome()
     if isinstance(failure, Exception):
         raise RestoreError(f"{of}: {_UNFINISHED}{failure}{half}") from failure
     if failure is not None:
@@ -276,17 +265,10 @@ def finish_on_all_ranks(
     return decision.saved
 
 
-def _finished(outcomes: Mapping[int, _FinishOutcome]) -> _FinishDecision:
-    others = [rank for rank, one in outcomes.items() if one.continues != outcomes[0].continues]
-    if others:
-        ours, theirs = ("all", "a part") if outcomes[0].continues else ("a part", "all")
-        raise RanksError(
-            f"{format_ranks(others)} restored {theirs} where rank 0 restored {ours} (only=...): every rank must ask "
-            "for the same"
-        )
+def _finished(outcomes: Mapping[int, _FinishOutcome]) -> _FinishOutcome:
     rank = next((rank for rank, one in outcomes.items() if one.failed is not None), 0)
     saved = any(one.saved for one in outcomes.values())
-    return _FinishDecision(rank=rank, failed=outcomes[rank].failed, saved=saved)
+    return _FinishOutcome(rank=rank, failed=outcomes[rank].failed, saved=saved)
 
 
 def _keep_agreed(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:

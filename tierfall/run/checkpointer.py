@@ -272,6 +272,7 @@ class Checkpointer:
         """Read what ``plan`` plans, on all ranks or none; if ``continues``, the lineage continues from it. Without a
         checkpoint, saving may begin."""
         opened, ranks = self._opened, self._session.ranks
+        request = replace(request, continues=continues)
         fill = partial(fill_first, make_plan=plan, shard=ranks.shard, resize=rules)
         restored = opened.read_newest(request, fill)
         if restored is None:
@@ -283,7 +284,6 @@ class Checkpointer:
             ranks,
             restored.plan.finish,
             id,
-            continues=continues,
             saved=self._lineage.saved_any,
             request=request,
             timeout_s=opened.patience_s,
