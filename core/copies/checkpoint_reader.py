@@ -153,50 +153,51 @@ class CheckpointReader:
     chunks_max: int | None = None
     touched: bool = False
     _own: BufferRing | None = None
-    _found: dict[Shard, tuple[list[Image], Manifest] | TierfallError] = field(default_factory=dict)
-    _locks: dict[Shard, threading.Lock] = field(default_factory=dict)
+    _found: dict[int, tuple[list[Image], Manifest] | TierfallError] = field(default_factory=dict)
+    _locks: dict[int, threading.Lock] = field(default_factory=dict)
 
-    def world_size(self, ours: int) -> int:
-        """Return the number of ranks that saved the checkpoint; ``ours`` where that is unknown."""
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that saved the checkpoint; 1 without a record, as then nothing of it can be read."""
         commit = self.checkpoint.commit
-        return ours if commit is None else commit.world_size
+        return 1 if commit is None else commit.world_size
 
-    def header(self, shard: Shard) -> ImageHeader:
+    def header(self, rank: int) -> ImageHeader:
         """Read the header of one rank's image; raises one of PASSABLE if it cannot be read."""
-        manifest, data = self.find(shard)[1], self.header_bytes(shard)
+        manifest, data = self.find(rank)[1], self.header_bytes(rank)
         what = f"checkpoint {manifest.lineage.checkpoint}"
         return read_header(data, image_bytes=manifest.image_bytes, what=what)
 
-    def header_bytes(self, shard: Shard) -> memoryview:
+    def header_bytes(self, rank: int) -> memoryview:
         """Read the bytes of that header."""
-        images, manifest = self.find(shard)
+        images, manifest = self.find(rank)
         return ChunkReader(images, manifest, self.tally).read(0, allocate(manifest.data_start))
 
-    def headers(self, ranks: Iterable[int], world_size: int) -> dict[int, ImageHeader]:
+    def headers(self, ranks: Iterable[int]) -> dict[int, ImageHeader]:
         """Read the headers of the images of ``ranks``, without numbers that are not ranks; raises as ``header``
         does."""
-        shards = [Shard(rank, world_size) for rank in sorted(ranks) if rank < world_size]
-        read = run_in_parallel(self.header, shards, parallel=READ_THREADS)
-        return {shard.rank: header for shard, header in zip(shards, read, strict=True)}
+        known = [rank for rank in sorted(ranks) if rank < self.world_size]
+        read = run_in_parallel(self.header, known, parallel=READ_THREADS)
+        return dict(zip(known, read, strict=True))
 
-    def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
+    def manifests(self, ranks: Iterable[int]) -> dict[int, Manifest]:
         """Return the manifests of the images of ``ranks``; raises as ``header`` does."""
-        return {rank: self.find(Shard(rank, world_size))[1] for rank in sorted(ranks)}
+        return {rank: self.find(rank)[1] for rank in sorted(ranks)}
 
-    def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+    def fill(self, fills: Mapping[int, Sequence[Fill]]) -> None:
         """Fill the targets of the ``fills`` of each rank's image."""
         self.touched = True
-        self.fill_here(fills, world_size)
+        self.fill_here(fills)
 
-    def fill_here(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+    def fill_here(self, fills: Mapping[int, Sequence[Fill]]) -> None:
         """Fill memory of this process on this rank only, without the other ranks."""
-        parts = {rank: self.part(rank, world_size, those) for rank, those in sorted(fills.items())}
+        parts = {rank: self.part(rank, those) for rank, those in sorted(fills.items())}
         wanted = ((rank, chunks_of(part.manifest, part.fills)) for rank, part in parts.items())
         self.read(parts, [(rank, index) for rank, indexes in wanted for index in indexes])
 
-    def part(self, rank: int, world_size: int, fills: Sequence[Fill]) -> ImageFills:
+    def part(self, rank: int, fills: Sequence[Fill]) -> ImageFills:
         """Return what is filled from one rank's image, and how it is read."""
-        images, manifest = self.find(Shard(rank, world_size))
+        images, manifest = self.find(rank)
         return ImageFills(ChunkReader(images, manifest, self.tally), manifest, fills)
 
     def read(
@@ -232,16 +233,16 @@ class CheckpointReader:
         if self._own is not None:
             self._own.release()
 
-    def find(self, shard: Shard) -> tuple[list[Image], Manifest]:
+    def find(self, rank: int) -> tuple[list[Image], Manifest]:
         """Open the good copies of one rank's image; raises what ``find_images`` raised at the first call."""
-        with self._locks.setdefault(shard, threading.Lock()):
-            if shard not in self._found:
-                where = (self.checkpoint, self.tiers, self.open_image)
+        with self._locks.setdefault(rank, threading.Lock()):
+            if rank not in self._found:
+                where, shard = (self.tiers, self.open_image), Shard(rank, self.world_size)
                 try:
-                    self._found[shard] = find_images(*where, shard, self.tally)
+                    self._found[rank] = find_images(self.checkpoint, *where, shard, self.tally)
                 except PASSABLE as error:
-                    self._found[shard] = error
-            found = self._found[shard]
+                    self._found[rank] = error
+            found = self._found[rank]
         if isinstance(found, TierfallError):
             raise found
         return found

@@ -54,7 +54,6 @@ from tierfall.core.restore.pulls import (
 from tierfall.core.runtime.buffers import allocate, is_being_filled
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError, is_damage
-from tierfall.core.types.values import Shard
 
 T = TypeVar("T")
 Pieces = Callable[[xxhash.xxh3_128], Iterable[memoryview]]
@@ -93,23 +92,21 @@ class PulledReader(CheckpointReader):
 
     # What plans ask for ------------------------------------------------------------------------------
 
-    def header(self, shard: Shard) -> ImageHeader:
-        return self._headers([shard.rank])[shard.rank]
+    def header(self, rank: int) -> ImageHeader:
+        return self.headers([rank])[rank]
 
-    def headers(self, ranks: Iterable[int], world_size: int) -> dict[int, ImageHeader]:
-        return self._headers([rank for rank in sorted(ranks) if rank < world_size])
-
-    def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
+    def manifests(self, ranks: Iterable[int]) -> dict[int, Manifest]:
         return {rank: self._known[rank][0] for rank in sorted(ranks)}
 
-    def _headers(self, images: Sequence[int]) -> dict[int, ImageHeader]:
+    def headers(self, ranks: Iterable[int]) -> dict[int, ImageHeader]:
         if self._network is None:
             self._meet()
+        images = [rank for rank in sorted(ranks) if rank < self.world_size]
         missing = [image for image in images if image not in self._known]
         run_in_threads(min(READ_THREADS, len(missing)), self._read_header, missing)
         return {image: self._known[image][1] for image in images}
 
-    def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+    def fill(self, fills: Mapping[int, Sequence[Fill]]) -> None:
         needs = {i: chunks_of(self._known[i][0], those) for i, those in fills.items() if those}
         step = CandidateStep(
             id=self.checkpoint.id,
@@ -124,7 +121,7 @@ class PulledReader(CheckpointReader):
                 ahead.start()
             self._fill_chunks(fills, needs)
         else:
-            self.fill_here(fills, world_size)
+            self.fill_here(fills)
 
     def close(self) -> None:
         CheckpointReader.close(self)
@@ -159,10 +156,9 @@ class PulledReader(CheckpointReader):
 
     def _seen(self) -> dict[int, NumberRanges]:
         """Return the images that the records of each tier name here, by the tier's number in the chain."""
-        world_size = self.world_size(self.ranks.shard.world_size)
         commits = {tier: self.checkpoint.copies[tier].commit for tier in self.tiers}
         return {
-            self.order.index(tier): NumberRanges.of(ranks_with_image(commit, world_size))
+            self.order.index(tier): NumberRanges.of(ranks_with_image(commit, self.world_size))
             for tier, commit in commits.items()
             if commit is not None
         }
@@ -209,7 +205,7 @@ class PulledReader(CheckpointReader):
     def _load_here(self, chunk: Chunk) -> LoadedChunk:
         image, index = chunk
         with self._reading:
-            images, manifest = self.find_image(image)
+            images, manifest = self.find(image)
             low, high = manifest.chunk_range(index)
             reader = ChunkReader(images, manifest, self.tally)
             view, tier = reader.read_from(index, allocate(high - low))
@@ -226,26 +222,21 @@ class PulledReader(CheckpointReader):
         """Return a chunk in memory that the other ranks of this node can map, if there are any."""
         return loaded.shared() if len(self.ranks.topology.local_ranks) > 1 else loaded
 
-    def find_image(self, image: int) -> tuple[list[Image], Manifest]:
-        """Open the good copies of an image that this rank sees; raises as ``find`` does."""
-        return self.find(Shard(image, self.world_size(self.ranks.shard.world_size)))
-
     # What this rank needs ----------------------------------------------------------------------------
 
     def _fill_chunks(
         self, fills: Mapping[int, Sequence[Fill]], needs: Mapping[int, Sequence[int]]
     ) -> None:
-        world_size = self.world_size(self.ranks.shard.world_size)
-        parts = {image: self.part(image, world_size, those) for image, those in fills.items()}
+        parts = {image: self.part(image, those) for image, those in fills.items()}
         wanted = ((image, index) for image, indexes in needs.items() for index in indexes)
         shard = self.ranks.shard
         order = assign.pull_order(wanted, self._items, shard.rank, shard.world_size)
         self.read(parts, order, threads_max=2 * READ_THREADS)
 
-    def part(self, rank: int, world_size: int, fills: Sequence[Fill]) -> ImageFills:
+    def part(self, rank: int, fills: Sequence[Fill]) -> ImageFills:
         manifest = self._known[rank][0]
         try:
-            images = self.find(Shard(rank, world_size))[0] if self._sees(rank) else []
+            images = self.find(rank)[0] if self._sees(rank) else []
         except PASSABLE:  # other ranks have it
             images = []
         return ImageFills(_SharedChunks(self, rank, images, manifest), manifest, fills)
@@ -359,7 +350,7 @@ class _SharedChunks(ChunkReader):
 
         def get(source: int) -> tuple[memoryview, str]:
             if of.reads_alone(chunk, source):
-                of.find_image(self._image)  # raises, if it could not be opened
+                of.find(self._image)  # raises, if it could not be opened
                 return ChunkReader.read_from(self, index, buffer)
             is_free = not is_being_filled(buffer)  # by a read of this rank that was given up
             view = (buffer if is_free else allocate(high - low))[: high - low]

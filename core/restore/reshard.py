@@ -52,25 +52,22 @@ def plan_reads_of_rank(
 
     Raises RestoreError where the state does not fit what was saved.
     """
-    world_size = parts.world_size(shard.world_size)
-    if world_size == shard.world_size:
-        header = parts.header(shard)
+    if parts.world_size == shard.world_size:
+        header = parts.header(shard.rank)
         if not header.complete:
-            return _reshard(
-                parts, make_plan, world_size, shard.rank, ResizeRules(values_of=shard.rank)
-            )
-        writers = parts.headers(header.writers, world_size)
+            return _reshard(parts, make_plan, shard.rank, ResizeRules(values_of=shard.rank))
+        writers = parts.headers(header.writers)
         located = locate(header, writers, shard.rank)
         try:
             plan = make_plan(header)
         except RestoreError as error:
-            if world_size == 1:
+            if shard.world_size == 1:
                 raise
             return _in_another_layout(parts, make_plan, shard, header, error)
         for memory in plan.shared:
             _check_shared(parts, memory, located, shard)
-        return plan, plan_reads(parts, located, world_size, plan.targets)
-    return _reshard(parts, make_plan, world_size, shard.rank, resize)
+        return plan, plan_reads(parts, located, plan.targets)
+    return _reshard(parts, make_plan, shard.rank, resize)
 
 
 def _check_shared(
@@ -78,7 +75,7 @@ def _check_shared(
 ) -> None:
     """Raise RestoreError where the bytes of targets that share memory differ, or cannot be read here."""
     try:
-        parts.fill_here(BlockReads(located, memory.targets).fills, shard.world_size)
+        parts.fill_here(BlockReads(located, memory.targets).fills)
     except PASSABLE as error:
         if shard.world_size == 1:
             raise
@@ -99,7 +96,7 @@ def _in_another_layout(
     ``error`` is raised, unless the image holds shards of tensors, of which another layout needs the others."""
     own = ResizeRules(values_of=shard.rank)
     try:
-        return _reshard(parts, make_plan, shard.world_size, shard.rank, own)
+        return _reshard(parts, make_plan, shard.rank, own)
     except PASSABLE as unread:
         if any(stored.piece is not None for stored in header.tensors):
             raise
@@ -108,24 +105,22 @@ def _in_another_layout(
 
 
 def _reshard(
-    parts: CheckpointReader, make_plan: MakePlan, world_size: int, rank: int, resize: ResizeRules
+    parts: CheckpointReader, make_plan: MakePlan, rank: int, resize: ResizeRules
 ) -> tuple[ReadPlan, Callable[[], None]]:
-    merged = merge_images(parts, world_size, rank, resize)
+    merged = merge_images(parts, rank, resize)
     plan = make_plan(merged.header)
-    return plan, plan_reads(parts, merged, world_size, plan.targets)
+    return plan, plan_reads(parts, merged, plan.targets)
 
 
-def merge_images(
-    parts: CheckpointReader, world_size: int, rank: int, resize: ResizeRules
-) -> MergedHeader:
+def merge_images(parts: CheckpointReader, rank: int, resize: ResizeRules) -> MergedHeader:
     """Read and merge the headers of all images, for ``rank`` of those that restore."""
-    headers = parts.headers(range(world_size), world_size)
-    what = f"{parts.checkpoint.id} of {world_size} ranks"
+    headers = parts.headers(range(parts.world_size))
+    what = f"{parts.checkpoint.id} of {parts.world_size} ranks"
     return merge_headers(headers, what=what, own=resize.values_of, rank=rank, rules=resize.rules)
 
 
 def plan_reads(
-    parts: CheckpointReader, merged: MergedHeader, world_size: int, targets: Iterable[BlockTarget]
+    parts: CheckpointReader, merged: MergedHeader, targets: Iterable[BlockTarget]
 ) -> Callable[[], None]:
     """Return a function that reads the targets, by where the blocks of their tensors are."""
     compared = {
@@ -133,11 +128,11 @@ def plan_reads(
         for position, others in merged.replicas.items()
         for block in (*merged.blocks[position], *others)
     }
-    manifests = parts.manifests(compared, world_size)
+    manifests = parts.manifests(compared)
     reads = BlockReads(merged, targets, same=_known_equal(merged, manifests))
 
     def fill() -> None:
-        parts.fill(reads.fills, world_size)
+        parts.fill(reads.fills)
         reads.finish()
 
     return fill

@@ -155,7 +155,7 @@ def send(
     sizes = {} if anew else sizes_on(store, id)
     files: list[NamedFile] = []
     for shard in shards:
-        found, manifest = source.images.find(shard)
+        found, manifest = source.images.find(shard.rank)
         if held := held_files(store, source.commit, shard, sizes, manifest):
             files += held
             on_bytes(manifest.image_bytes)
@@ -390,8 +390,7 @@ def _copy(
 def _open_whole(checkpoint: KnownCheckpoint, tiers: Sequence[str], reader: RunReader) -> Source:
     """Open a checkpoint as ``open_source`` does. Raises IntegrityError if an image of some rank cannot be read."""
     source = open_source(checkpoint, tiers, reader.opener())
-    world_size = source.commit.world_size
-    source.images.manifests(range(world_size), world_size)  # before anything is written
+    source.images.manifests(range(source.commit.world_size))  # before anything is written
     return source
 
 

@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
-from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.merge import MergedHeader
 from tierfall.core.image.tree import (
     MapNode,
@@ -66,49 +65,34 @@ from tierfall.run.session import Session
 logger = logging.getLogger("tierfall")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedCheckpoint:
-    """A checkpoint whose headers have been read."""
-
-    parts: CheckpointReader
-    entries: DcpEntries
-    world_size: int
-
-    @property
-    def checkpoint(self) -> KnownCheckpoint:
-        return self.parts.checkpoint
-
-
 def open_checkpoint(
     run: OpenRun, request: RestoreRequest, *, values_of: int | None
-) -> OpenedCheckpoint:
-    """Open the newest checkpoint with good headers, the same on all ranks. ``values_of`` is the rank whose values are
-    loaded if another number of ranks saved.
+) -> tuple[CheckpointReader, DcpEntries]:
+    """Open the newest checkpoint with good headers, the same on all ranks; return its reader and its entries.
+    ``values_of`` is the rank whose values are loaded if another number of ranks saved.
 
     Raises RestoreError where there is none, none can be read, or the newest is temporarily unreachable.
     """
     shard = run.session.ranks.shard
 
-    def read_headers(parts: CheckpointReader) -> OpenedCheckpoint:
-        world_size = parts.world_size(shard.world_size)
-        own = shard.rank if world_size == shard.world_size else values_of
-        merged = merge_images(parts, world_size, shard.rank, ResizeRules(values_of=own))
-        return OpenedCheckpoint(parts=parts, entries=DcpEntries(merged), world_size=world_size)
+    def read_headers(parts: CheckpointReader) -> DcpEntries:
+        own = shard.rank if parts.world_size == shard.world_size else values_of
+        return DcpEntries(merge_images(parts, shard.rank, ResizeRules(values_of=own)))
 
     found = run.read_newest(request, partial(read_first, read=read_headers))
     if found is None:
         raise RestoreError(
             f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
         )
-    return found[1]
+    return found
 
 
-def hold(run: OpenRun, opened: OpenedCheckpoint, *, owner: object) -> Callable[[], object]:
+def hold(run: OpenRun, parts: CheckpointReader, *, owner: object) -> Callable[[], object]:
     """Protect a checkpoint's copies on stored tiers from retention and eviction, and read for other ranks; return a
     function that ends this, as the end of ``owner`` does."""
-    session, id = run.session, opened.checkpoint.id
+    session, id = run.session, parts.checkpoint.id
     session.call_in_turn(lambda: session.coordinator.ledger.reading.update([id]))
-    release = weakref.finalize(owner, _release, session, id, opened.parts)
+    release = weakref.finalize(owner, _release, session, id, parts)
     release.atexit = False
     return release
 
@@ -148,7 +132,7 @@ class TierReader(PlansUnchanged, StorageReader):
         self._arguments = (step, attempt, tier)
         self._values_of = values_of
         self._resume = resume
-        self._opened: OpenedCheckpoint | None = None
+        self._opened: tuple[CheckpointReader, DcpEntries] | None = None
         self._release: Callable[[], object] = bool
         self._damaged = False
 
@@ -182,11 +166,11 @@ class TierReader(PlansUnchanged, StorageReader):
         try:
             with run.deletions_paused():
                 self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
-                self._release = hold(run, self._opened, owner=self)
+                self._release = hold(run, self._opened[0], owner=self)
         except DamagedError:
             self._damaged = True
             raise
-        entries = self._opened.entries
+        _, entries = self._opened
         paths = {name: leaf.path for name, leaf in entries.leaves.items()}
         return Metadata(state_dict_metadata=cast("dict[str, Any]", entries), planner_data=paths)
 
@@ -199,9 +183,10 @@ class TierReader(PlansUnchanged, StorageReader):
         """Read the items of the plan, each chunk from its fastest good copy. With ``resume`` the run continues from
         this checkpoint."""
         assert self._opened is not None, "read_data without read_metadata"
-        reads = _Reads(self._opened, planner)
+        parts, entries = self._opened
+        reads = _Reads(parts, entries, planner)
         try:
-            self._read_on_all_ranks(lambda: reads.execute(plan))
+            self._read_on_all_ranks(parts, lambda: reads.execute(plan))
         finally:
             self._opened = None
             self._release()
@@ -216,17 +201,16 @@ class TierReader(PlansUnchanged, StorageReader):
         request = self._run.restore_request(step, attempt, tier, doing="dcp.load")
         return replace(request, advice="or name a tier (TierReader(ckpt, tier=...))")
 
-    def _read_on_all_ranks(self, read: Callable[[], None]) -> None:
+    def _read_on_all_ranks(self, parts: CheckpointReader, read: Callable[[], None]) -> None:
         """Read on all ranks; with ``resume``, continue from the checkpoint once all have read it. RestoreError on every
         rank if one has failed."""
-        run, opened = self._run, self._opened
-        assert opened is not None
-        ranks, id = run.session.ranks, opened.checkpoint.id
+        run, checkpoint = self._run, parts.checkpoint
+        ranks, id = run.session.ranks, checkpoint.id
         named = replace(self._request(), step=id.step, attempt=id.attempt)
-        progress = Progress(named, opened.parts.tally, run.barrier())
+        progress = Progress(named, parts.tally, run.barrier())
         try:
             with run.deletions_paused():
-                progress.read(opened.parts, lambda parts: read())
+                progress.read(parts, lambda parts: read())
         except DamagedError:
             self._damaged = True
             raise
@@ -238,17 +222,17 @@ class TierReader(PlansUnchanged, StorageReader):
                 bool,
                 timeout_s=run.patience_s,
             )
-            run.continue_from(opened.checkpoint, saved)
+            run.continue_from(checkpoint, saved)
 
 
 class _Reads:
     """The reads of one rank's plan."""
 
-    def __init__(self, opened: OpenedCheckpoint, planner: LoadPlanner) -> None:
-        self._opened = opened
-        self._entries = opened.entries
+    def __init__(self, parts: CheckpointReader, entries: DcpEntries, planner: LoadPlanner) -> None:
+        self._parts = parts
+        self._entries = entries
         self._planner = planner
-        self._builder = Builder(opened.entries.merged.header)
+        self._builder = Builder(entries.merged.header)
         self._targets: list[BlockTarget] = []
         self._after: list[Callable[[], object]] = []
 
@@ -260,8 +244,7 @@ class _Reads:
             else:
                 self._tensor(item)
         targets = (*self._builder.targets, *self._targets)
-        opened = self._opened
-        plan_reads(opened.parts, opened.entries.merged, opened.world_size, targets)()
+        plan_reads(self._parts, self._entries.merged, targets)()
         for action in self._after:
             action()
 
