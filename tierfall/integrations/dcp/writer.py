@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import currentframe
 from typing import Any
 
@@ -37,7 +37,7 @@ from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.copies.image_writes import write_view
 from tierfall.core.flush.external_commits import ExternalCommits
-from tierfall.core.format.records import Attempt, Commit, Lineage, NamedFile
+from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.state.view import StateView
@@ -353,11 +353,9 @@ class DirectWrite:
     config: Config
     tier: str
     attempt: Attempt
-    lineage: Lineage
     shard: Shard
-    node: str
-    metrics: Mapping[str, float]
-    tags: tuple[str, ...]
+    commit: Commit
+    """The record of the step, without its files."""
 
 
 def direct_write(
@@ -387,15 +385,21 @@ def direct_write(
     session.call_soon(
         lambda: _expect(session.coordinator.external_commits, place.checkpoint, tier.name)
     )
+    commit = Commit(
+        lineage=place,
+        world_size=session.ranks.shard.world_size,
+        files=(),
+        nodes=(session.node,),
+        wall_time_s=time.time(),
+        metrics={name: float(value) for name, value in checked_metrics(metrics).items()},
+        tags=checked_tags(tags),
+    )
     return DirectWrite(
         config=run.config,
         tier=tier.name,
         attempt=lineage.attempt,
-        lineage=place,
         shard=session.ranks.shard,
-        node=session.node,
-        metrics={name: float(value) for name, value in checked_metrics(metrics).items()},
-        tags=checked_tags(tags),
+        commit=commit,
     )
 
 
@@ -429,8 +433,8 @@ class DirectWriter(PlansUnchanged, StorageWriter):
         view = walk_state(planned_state(plan, planner), with_random=False)
         with open_store(request.config, request.tier) as store:
             store.fence.check(request.attempt)
-            chunk_bytes, commit = request.config.chunk_bytes, _commit_of(request, ())
-            files = write_view(store, view, commit, shard=request.shard, chunk_bytes=chunk_bytes)
+            shard, chunk_bytes = request.shard, request.config.chunk_bytes
+            files = write_view(store, view, request.commit, shard=shard, chunk_bytes=chunk_bytes)
         index = MetadataIndex(keys.shard_name(request.shard))
         written = ImageFiles(
             index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files
@@ -442,27 +446,14 @@ class DirectWriter(PlansUnchanged, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the step; FlushError where a rank's image is missing."""
         request = self._request
-        step, world_size = request.lineage.checkpoint.step, request.shard.world_size
+        id, world_size = request.commit.lineage.checkpoint, request.shard.world_size
         found = [r for of_rank in results for r in of_rank if isinstance(r, ImageFiles)]
         files = tuple(file for result in found for file in result.storage_data)
         if len({result.index for result in found}) != world_size:
             raise FlushError(
-                f"dcp.save of step {step}: {len(found)} of {world_size} ranks have written their images; the step is "
-                "not committed. In PROCESS mode all ranks of the Checkpointer save together, without no_dist"
+                f"dcp.save of step {id.step}: {len(found)} of {world_size} ranks have written their images; the step "
+                "is not committed. In PROCESS mode all ranks of the Checkpointer save together, without no_dist"
             )
         with open_store(request.config, request.tier) as store:
-            store.commit(_commit_of(request, files), attempt=request.attempt)
-            store.write_latest(request.lineage.checkpoint)
-
-
-def _commit_of(request: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
-    """Return the commit record of a step with these files."""
-    return Commit(
-        lineage=request.lineage,
-        world_size=request.shard.world_size,
-        files=files,
-        nodes=(request.node,),
-        wall_time_s=time.time(),
-        metrics=request.metrics,
-        tags=request.tags,
-    )
+            store.commit(replace(request.commit, files=files), attempt=request.attempt)
+            store.write_latest(id)
