@@ -351,23 +351,16 @@ class TensorMatcher:
         self, position: int, live: torch.Tensor, name: str, block: TensorPiece | None = None
     ) -> None:
         flat = tensors.as_bytes(live)
-        if flat is not None and block is not None:
-            self._builder.add_block(position, flat, block.offset, tuple(live.shape))
-            return
-        if flat is not None:
-            self._builder.add_target(position, flat)
-            return
-        if tensors.shares_memory(live):
+        if flat is None and tensors.shares_memory(live):
             self._report.refuses(
                 name, "cannot be restored into: its elements share memory; clone it first"
             )
             return
-        if block is not None:
-            temporary = torch.empty(live.nbytes, dtype=torch.uint8, device=live.device)
-            self._builder.add_block(position, temporary, block.offset, tuple(live.shape))
-        else:
-            temporary = self._builder.flat(position, live.device)
-        self.copies.append(lambda: tensors.fill_whole(live, temporary))
+        if flat is None:
+            flat = temporary = torch.empty(live.nbytes, dtype=torch.uint8, device=live.device)
+            self.copies.append(lambda: tensors.fill_whole(live, temporary))
+        part = {} if block is None else {"offset": block.offset, "lengths": tuple(live.shape)}
+        self._builder.targets.append(BlockTarget(position=position, target=flat, **part))
 
 
 def kept_by_skip(what: str, other: str) -> str:
