@@ -43,6 +43,14 @@ class PlansUnchanged:
         """Return the plans unchanged."""
         return plans
 
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse a path: the Checkpointer's configuration defines where checkpoints are."""
+        if checkpoint_id is not None:
+            raise ConfigError(
+                f"{type(self).__name__}: checkpoint_id={str(checkpoint_id)!r}: its Checkpointer defines where "
+                "checkpoints are: leave it out; TierReader(ckpt, step=...) loads an older one"
+            )
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return False: no path is accepted."""

@@ -55,7 +55,7 @@ from tierfall.core.restore.restore import DamagedError, Progress, read_first
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes
-from tierfall.core.types.errors import ConfigError, RestoreError
+from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.dcp.planning import Path, PlansUnchanged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -144,13 +144,9 @@ class TierReader(PlansUnchanged, StorageReader):
     # What DCP calls ----------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a path: the Checkpointer's configuration defines where checkpoints are."""
+        """Begin a load; ConfigError for a path."""
         self._release()
-        if checkpoint_id is not None:
-            raise ConfigError(
-                f"dcp.load: checkpoint_id={str(checkpoint_id)!r} with a TierReader, whose Checkpointer defines where "
-                "checkpoints are: leave it out, and choose a step with TierReader(ckpt, step=...)"
-            )
+        super().reset(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """Choose the checkpoint together with the other ranks, and return its metadata.

@@ -138,13 +138,10 @@ class TierWriter(PlansUnchanged, StorageWriter):
     # What DCP calls ----------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a path: the Checkpointer's configuration defines where checkpoints are written."""
+        """Begin a save; ConfigError for a path."""
         if checkpoint_id is not None:
             self._take()
-            raise ConfigError(
-                f"dcp.save: checkpoint_id={str(checkpoint_id)!r} with a TierWriter, whose Checkpointer defines where "
-                "checkpoints are written: leave it out"
-            )
+        super().reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return None. DCP calls this first, so that from now on no stager captures for this writer."""
@@ -421,11 +418,6 @@ class DirectWriter(PlansUnchanged, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: no setup is needed."""
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a path, as TierWriter does."""
-        if checkpoint_id is not None:
-            raise ConfigError("dcp.save: checkpoint_id beside a TierWriter: leave it out")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's image and manifest, which do not count before ``finish``."""
