@@ -1,8 +1,8 @@
 """Messages between ranks: frozen dataclasses, their JSON form, and the one place that validates what other ranks send.
 
 The JSON form of a message is the list of its fields, in their order. A field holds a scalar, a str enum, a numpy
-column of 64-bit integers, another dataclass, or a tuple, frozenset, mapping or optional of these. ``from_json`` checks
-each field against its type hint, so that no later code has to doubt what another rank has sent.
+column of 64-bit integers, an error, another dataclass, or a tuple, frozenset, mapping or optional of these.
+``from_json`` checks each field against its type hint, so that no later code has to doubt what another rank has sent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cache, partial
 from itertools import pairwise, repeat
@@ -68,9 +68,10 @@ class ErrorMessage(Message):
         """Return a new error of the same kind and text."""
         return error_class(self.kind, RanksError)(self.text)
 
-    def error_of(self, rank: int) -> TierfallError:
-        """Return a new error of the same kind whose text names the rank."""
-        return error_class(self.kind, RanksError)(f"rank {rank}: {self.text}")
+
+def error_of_rank(error: TierfallError, rank: int) -> TierfallError:
+    """Return a new error of the same kind whose text names the rank."""
+    return replace(ErrorMessage.of(error), text=f"rank {rank}: {error}").error()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ def to_json(value: object) -> object:
             return value.value
         case None | str() | int() | float():
             return value
+        case TierfallError():
+            return to_json(ErrorMessage.of(value))
         case np.ndarray():
             return base64.b64encode(value.astype(value.dtype.newbyteorder("<")).tobytes()).decode()
         case list() | tuple():
@@ -198,9 +201,18 @@ def _reader(hint: Any) -> _Reader:
         return partial(_mapping, keys.get(args[0], str), _reader(args[1]))
     if origin is np.ndarray:
         return partial(_column, np.dtype(get_args(args[1])[0]))
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
+    if isinstance(hint, type):
+        return _reader_of_class(hint)
+    raise TypeError(f"a message between ranks cannot hold a {hint}")
+
+
+def _reader_of_class(hint: type) -> _Reader:
+    if issubclass(hint, StrEnum):
         return partial(_enum, hint)
-    if isinstance(hint, type) and is_dataclass(hint):
+    if hint is TierfallError:
+        message = _reader(ErrorMessage)
+        return lambda body: cast("ErrorMessage", message(body)).error()
+    if is_dataclass(hint):
         hints = get_type_hints(hint)
         names = [each.name for each in fields(hint)]
         return partial(_dataclass, hint, names, [_reader(hints[name]) for name in names])

@@ -24,7 +24,7 @@ from tierfall.core.format.catalog import (
     starts_in,
 )
 from tierfall.core.format.commit_files import ranks_with_image
-from tierfall.core.format.records import Commit, parse_commit
+from tierfall.core.format.records import Commit
 from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message, NumberRanges
 from tierfall.core.ranks.ranks import Ranks
@@ -40,7 +40,6 @@ from tierfall.core.restore.candidates import (
     unread_text,
 )
 from tierfall.core.restore.inventory import (
-    CopyMessage,
     Inventory,
     TierMessage,
     describe,
@@ -71,13 +70,12 @@ class _RestoreCall(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(Message):
-    """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
-    nodes. ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are skipped because they
+    """What all ranks may restore, newest first. ``commits`` are their records, which name no files and nodes.
+    ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are skipped because they
     could not be read. ``later``: that depends on commit records that were left to be read later."""
 
     later: bool = False
-    order: tuple[CheckpointId, ...] = ()
-    commits: tuple[str, ...] = ()
+    commits: tuple[Commit, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
     unread: tuple[CheckpointId, ...] = ()
 
@@ -113,9 +111,7 @@ def agree_to_restore(
         tally.add_skipped(fallback.what, fallback.reason, fallback.id)
     for id in decision.unread:
         tally.found_unread(id)
-    what = "restore: commit record that the ranks agreed on"
-    commits = [parse_commit(text.encode(), what=what) for text in decision.commits]
-    agreed = dict(zip(decision.order, commits, strict=True))
+    agreed = {commit.lineage.checkpoint: commit for commit in decision.commits}
     lives = {id: commit.lineage.attempt_id for id, commit in agreed.items()}
     here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in listings)}
     found = []
@@ -336,8 +332,7 @@ def choose_candidates(
         )
     commits = [known.commit for known in taken if known.commit is not None]
     return Candidates(
-        order=tuple(known.id for known in taken),
-        commits=tuple(replace(c, files=(), nodes=()).encode().decode() for c in commits),
+        commits=tuple(replace(commit, files=(), nodes=()) for commit in commits),
         fallbacks=tuple(tally.fallbacks),
         unread=tuple(unread),
     )
@@ -393,14 +388,14 @@ def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, dict[
 
 def not_on_all_nodes(
     listing: Listing, inventories: Mapping[int, Inventory]
-) -> tuple[CopyMessage, ...]:
+) -> tuple[FoundCopy, ...]:
     """Return the copies on a tier that some nodes have no file of, without their files: a node was replaced by one that
     keeps nothing yet, or another number of nodes saved them. They are whole, or damaged. All ranks must know of them,
     to delete them together and to owe them to no tier that has them."""
     reports = [tiers[listing.tier] for tiers in inventories.values() if listing.tier in tiers]
     nodes = Counter(copy.id for report in reports for copy in report.copies)
     return tuple(
-        CopyMessage.of(replace(copy, bytes=0, commit=replace(copy.commit, files=(), nodes=())))
+        replace(copy, bytes=0, commit=replace(copy.commit, files=(), nodes=()))
         for copy in listing.copies
         if copy.commit is not None and nodes[copy.id] < len(reports)
         if names_all_shards(copy.commit) and (copy.damage is None or copy.repairable)
@@ -454,12 +449,11 @@ def on_few_nodes(
 def _fewest(inventories: Mapping[int, Inventory], tier: str, commit: Commit) -> int:
     """Return on how many nodes the rarest image of a checkpoint is."""
     nodes: Counter[int] = Counter()
-    for rank, tiers in inventories.items():
+    for tiers in inventories.values():
         for copy in tiers[tier].copies if tier in tiers else ():
-            if copy.id == commit.lineage.checkpoint and copy.damage is None:
-                found = copy.commit_of(rank, tier)
-                if found is not None and found.lineage == commit.lineage:
-                    nodes.update(ranks_with_image(found, commit.world_size))
+            found = copy.commit if copy.damage is None else None
+            if found is not None and found.lineage == commit.lineage:
+                nodes.update(ranks_with_image(found, commit.world_size))
     return min(nodes[rank] for rank in range(commit.world_size))
 
 

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from typing_extensions import TypeAliasType
 
-from tierfall.core.ranks.messages import ErrorMessage, Message
+from tierfall.core.ranks.messages import ErrorMessage, Message, error_of_rank
 from tierfall.core.types.errors import FencedError, KeyNotFoundError, RanksError, UnreachableError
 from tierfall.core.types.values import CheckpointId
 
@@ -149,5 +149,6 @@ def test_an_error_of_another_rank_is_of_the_nearest_known_kind(
     body = json.loads(json.dumps(ErrorMessage.of(error).to_json()))
     found = ErrorMessage.from_json(body, rank=2)
     assert type(found.error()) is kind
-    assert str(found.error_of(2)).startswith("rank 2: ")
+    assert type(error_of_rank(found.error(), 2)) is kind
+    assert str(error_of_rank(found.error(), 2)).startswith("rank 2: ")
     assert "x" in str(found.error())
