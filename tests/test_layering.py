@@ -68,14 +68,14 @@ LINES = {
     ("core/runtime",): 2_214,
     ("core/ranks",): 2_291,
     ("core/capture", "core/sampling"): 3_902,
-    ("core/restore", "core/load", "core/copies"): 7_015,
+    ("core/restore", "core/load", "core/copies"): 7_005,
     ("core/compression",): 373,
     ("core/flush",): 8_141,
     ("policies",): 2_216,
     ("backends",): 5_948,
     ("tiers",): 4_891,
     ("tierfall/config",): 2_638,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_112,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_106,
     ("tierfall/ops",): 3_289,
     ("tierfall/telemetry",): 1_760,
     ("tierfall/cli",): 4_205,
@@ -83,7 +83,7 @@ LINES = {
     ("tierfall/imports", "tierfall/export"): 2_810,
     ("tierfall/plan",): 177,
     ("tierfall/demo",): 620,
-    ("tierfall", "core"): 378,
+    ("tierfall", "core"): 367,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tierfall.core.copies.checkpoint_reader import PASSABLE, CheckpointReader, OpenImage
+from tierfall.core.copies.checkpoint_reader import PASSABLE, CheckpointReader
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.commit_files import image_file
@@ -84,17 +84,9 @@ Together = Callable[[KnownCheckpoint, BaseException | None], RankFailure | None]
 that all ranks follow, or None."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What may be restored, newest first, and how its images are opened."""
-
-    candidates: Sequence[KnownCheckpoint]
-    open_image: OpenImage
-
-
-Choose = Callable[[RestoreRequest], Choice]
-"""Lists the tiers, and chooses, on all ranks together."""
-MakeReader = Callable[[KnownCheckpoint, Sequence[str], OpenImage, ReadTally], CheckpointReader]
+Choose = Callable[[RestoreRequest], Sequence[KnownCheckpoint]]
+"""Lists the tiers, and returns what may be restored, newest first, the same on all ranks."""
+MakeReader = Callable[[KnownCheckpoint, Sequence[str], ReadTally], CheckpointReader]
 
 
 def fill_first(
@@ -141,26 +133,24 @@ def read_first(
     tally: ReadTally,
     read: Callable[[CheckpointReader], T],
     *,
-    make_reader: MakeReader = CheckpointReader,
+    make_reader: MakeReader,
     together: Together | None = None,
 ) -> tuple[CheckpointReader, T] | None:
     """Return what ``read`` reads of the first candidate that is good, and the reader of that, which the caller closes;
     None if there is no candidate.
 
     ``choose`` is called again after each checkpoint that was passed over: a trainer may have deleted others.
-    ``make_reader`` opens a checkpoint on its tiers, fastest first. With several ranks, the candidates are the same on
-    all, and the reader is closed once all agree on the end of a checkpoint. Raises what ``Progress.read`` raises, and
-    RestoreError with all that was tried.
+    ``make_reader`` opens a checkpoint on its tiers, fastest first; the reader is closed once all ranks agree on its
+    end. Raises what ``Progress.read`` raises, and RestoreError with all that was tried.
     """
     progress = Progress(request, tally, together)
-    chosen = choose(request)
-    if not chosen.candidates:
+    candidates = choose(request)
+    if not candidates:
         return None
-    while chosen.candidates:
-        checkpoint = chosen.candidates[0]
-        tiers = _tiers(checkpoint, request)
+    while candidates:
+        checkpoint = candidates[0]
         with ExitStack() as closing:
-            parts = make_reader(checkpoint, tiers, chosen.open_image, tally)
+            parts = make_reader(checkpoint, _tiers(checkpoint, request), tally)
             closing.callback(parts.close)
             found = progress.read(parts, read)
             if found is not None:
@@ -168,7 +158,7 @@ def read_first(
                 return parts, found
         request = replace(request, without=request.without | {checkpoint.id})
         try:
-            chosen = choose(request)
+            candidates = choose(request)
         except TierfallError as failure:
             raise progress.final_error(failure, request.operation) from failure
     raise RestoreError(

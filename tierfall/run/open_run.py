@@ -15,20 +15,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from tierfall.config import Config
 from tierfall.config.fields import signals_named
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.copies.checkpoint_reader import CheckpointReader, OpenImage
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import FoundDamage, ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.pulled_reader import PulledReader
-from tierfall.core.restore.restore import HALF_FILLED, Choice, Together
+from tierfall.core.restore.restore import HALF_FILLED, Together
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.state.omissions import omissions, unsaved_parameters
@@ -405,10 +406,7 @@ class OpenRun:
         """
         session, tally = self.session, self.session.new_tally()
 
-        def choose_now(request: RestoreRequest) -> Choice:
-            candidates = self.candidates(request, tally)
-            return Choice(candidates=candidates, open_image=session.tiers.opener())
-
+        choose_now = partial(self.candidates, tally=tally)
         how = {"make_reader": self.reader, "together": self.barrier()}
         with session.holds.hold("restore", tally.describe, level=logging.INFO):
             return read_first(choose_now, request, tally, **how)
@@ -433,14 +431,10 @@ class OpenRun:
             )  # fmt: skip
 
     def reader(
-        self,
-        checkpoint: KnownCheckpoint,
-        tiers: Sequence[str],
-        open_image: OpenImage,
-        tally: ReadTally,
+        self, checkpoint: KnownCheckpoint, tiers: Sequence[str], tally: ReadTally
     ) -> CheckpointReader:
         """Return a reader of a checkpoint's images; several ranks share what they read."""
-        ring = self.session.ring
+        open_image, ring = self.session.tiers.opener(), self.session.ring
         if not self.session.ranks.many:
             return CheckpointReader(checkpoint, tiers, open_image, tally, ring)
         config = self.config

@@ -23,7 +23,7 @@ from tierfall.core.image.targets import RegionTargets
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.reshard import MakePlan
-from tierfall.core.restore.restore import Choice, Choose, RestoreResult, fill_first
+from tierfall.core.restore.restore import Choose, RestoreResult, fill_first
 from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
@@ -174,10 +174,12 @@ class Tiers:
         )
 
     def chosen(self, candidates: Sequence[KnownCheckpoint]) -> Choose:
-        return lambda request: Choice(
-            candidates=[c for c in candidates if c.id not in request.without],
-            open_image=lambda tier, id, shard: self.images[tier, id],
-        )
+        return lambda request: [c for c in candidates if c.id not in request.without]
+
+    def reader(self, *arguments: Any, **more: Any) -> CheckpointReader:
+        checkpoint, tiers, tally = arguments
+        images = self.images
+        return CheckpointReader(checkpoint, tiers, lambda t, id, _: images[t, id], tally, **more)
 
     def restore(self, state: dict[str, Any], **request: Any) -> RestoreResult | None:
         return self.fill(lambda header: plan_fill(state, header), RestoreRequest(**request))
@@ -195,7 +197,7 @@ class Tiers:
             tally,
             make_plan=make_plan,
             shard=SHARD,
-            make_reader=partial(CheckpointReader, **reader),
+            make_reader=partial(self.reader, **reader),
         )
         if restored is not None:
             restored.plan.finish()
