@@ -192,13 +192,13 @@ class CheckpointReader:
     def fill_here(self, fills: Mapping[int, Sequence[Fill]]) -> None:
         """Fill memory of this process on this rank only, without the other ranks."""
         parts = {rank: self.part(rank, those) for rank, those in sorted(fills.items())}
-        wanted = ((rank, chunks_of(part.manifest, part.fills)) for rank, part in parts.items())
-        self.read(parts, [(rank, index) for rank, indexes in wanted for index in indexes])
+        wanted = {rank: chunks_of(part.reader.manifest, part.fills) for rank, part in parts.items()}
+        self.read(parts, [(rank, index) for rank, indexes in wanted.items() for index in indexes])
 
     def part(self, rank: int, fills: Sequence[Fill]) -> ImageFills:
         """Return what is filled from one rank's image, and how it is read."""
         images, manifest = self.find(rank)
-        return ImageFills(ChunkReader(images, manifest, self.tally), manifest, fills)
+        return ImageFills(ChunkReader(images, manifest, self.tally), fills)
 
     def read(
         self,
@@ -211,7 +211,7 @@ class CheckpointReader:
         ranks."""
         if not chunks:
             return
-        largest = max(part.manifest.chunk_bytes for part in parts.values())
+        largest = max(part.reader.manifest.chunk_bytes for part in parts.values())
         if self.ring is None:
             self.ring = self._own = BufferRing(largest, count_max=self.chunks_max)
         ring, images = self.ring, [i for part in parts.values() for i in part.reader.images]

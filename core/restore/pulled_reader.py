@@ -239,7 +239,7 @@ class PulledReader(CheckpointReader):
             images = self.find(rank)[0] if self._sees(rank) else []
         except PASSABLE:  # other ranks have it
             images = []
-        return ImageFills(_SharedChunks(self, rank, images, manifest), manifest, fills)
+        return ImageFills(_SharedChunks(self, rank, images, manifest), fills)
 
     def _read_header(self, image: int) -> None:
         chunk = (image, HEADER)
@@ -346,7 +346,7 @@ class _SharedChunks(ChunkReader):
 
     def read_from(self, index: int, buffer: memoryview) -> tuple[memoryview, str]:
         of, chunk = self._of, (self._image, index)
-        low, high = self._manifest.chunk_range(index)
+        low, high = self.manifest.chunk_range(index)
 
         def get(source: int) -> tuple[memoryview, str]:
             if of.reads_alone(chunk, source):
@@ -374,7 +374,7 @@ class _SharedChunks(ChunkReader):
 
     def _fill_from(self, source: int, index: int, pieces: Pieces) -> str:
         """Bring a chunk of ``source`` into its targets, piece by piece, and verify it; return its tier."""
-        wanted = self._manifest.digests[index]
+        wanted = self.manifest.digests[index]
         loaded = self._of.take((self._image, index), source, wanted)
         digest, start = xxhash.xxh3_128(), 0
         for piece in pieces(digest):
@@ -382,5 +382,5 @@ class _SharedChunks(ChunkReader):
             np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(part, np.uint8))
             start += len(piece)
         found = DIGEST_PREFIX + digest.hexdigest()
-        check_digest(f"rank {source}", self._manifest, index, found)
+        check_digest(f"rank {source}", self.manifest, index, found)
         return self._of.order[loaded.tier]
