@@ -79,7 +79,7 @@ LINES = {
     ("tierfall/ops",): 3_289,
     ("tierfall/telemetry",): 1_760,
     ("tierfall/cli",): 4_205,
-    ("tierfall/integrations",): 2_933,
+    ("tierfall/integrations",): 2_929,
     ("tierfall/imports", "tierfall/export"): 2_810,
     ("tierfall/plan",): 177,
     ("tierfall/demo",): 620,

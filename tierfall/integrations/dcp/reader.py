@@ -134,12 +134,8 @@ class TierReader(PlansUnchanged, StorageReader):
         self._resume = resume
         self._opened: tuple[CheckpointReader, DcpEntries] | None = None
         self._release: Callable[[], object] = bool
-        self._damaged = False
-
-    @property
-    def damaged(self) -> bool:
+        self.damaged = False
         """Whether the last load failed since the checkpoint is damaged in every copy; the same on all ranks."""
-        return self._damaged
 
     # What DCP calls ----------------------------------------------------------------------------------
 
@@ -158,13 +154,13 @@ class TierReader(PlansUnchanged, StorageReader):
         self._release()
         run.check_usable()
         run.prepare_restore(continues=self._resume)
-        self._damaged = False
+        self.damaged = False
         try:
             with run.deletions_paused():
                 self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
                 self._release = hold(run, self._opened[0], owner=self)
         except DamagedError:
-            self._damaged = True
+            self.damaged = True
             raise
         _, entries = self._opened
         paths = {name: leaf.path for name, leaf in entries.leaves.items()}
@@ -208,7 +204,7 @@ class TierReader(PlansUnchanged, StorageReader):
             with run.deletions_paused():
                 progress.read(parts, lambda parts: read())
         except DamagedError:
-            self._damaged = True
+            self.damaged = True
             raise
         if self._resume:
             saved = ranks.agree(
