@@ -119,9 +119,11 @@ class PulledReader(CheckpointReader):
             ahead = threading.Thread(target=self._read_ahead, args=(self._expect(),), daemon=True)
             with suppress(RuntimeError):  # at the limit of threads: chunks are read when asked for
                 ahead.start()
-            self._fill_chunks(fills, needs)
-        else:
-            self.fill_here(fills)
+        parts = {image: self.part(image, those) for image, those in fills.items()}
+        wanted = ((image, index) for image, indexes in needs.items() for index in indexes)
+        shard = self.ranks.shard
+        order = assign.pull_order(wanted, self._items, shard.rank, shard.world_size)
+        self.read(parts, order, threads_max=2 * READ_THREADS if self._groups else 0)
 
     def close(self) -> None:
         CheckpointReader.close(self)
@@ -223,15 +225,6 @@ class PulledReader(CheckpointReader):
         return loaded.shared() if len(self.ranks.topology.local_ranks) > 1 else loaded
 
     # What this rank needs ----------------------------------------------------------------------------
-
-    def _fill_chunks(
-        self, fills: Mapping[int, Sequence[Fill]], needs: Mapping[int, Sequence[int]]
-    ) -> None:
-        parts = {image: self.part(image, those) for image, those in fills.items()}
-        wanted = ((image, index) for image, indexes in needs.items() for index in indexes)
-        shard = self.ranks.shard
-        order = assign.pull_order(wanted, self._items, shard.rank, shard.world_size)
-        self.read(parts, order, threads_max=2 * READ_THREADS)
 
     def part(self, rank: int, fills: Sequence[Fill]) -> ImageFills:
         manifest = self._known[rank][0]
