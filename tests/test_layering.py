@@ -68,7 +68,7 @@ LINES = {
     ("core/runtime",): 2_214,
     ("core/ranks",): 2_291,
     ("core/capture", "core/sampling"): 3_902,
-    ("core/restore", "core/load", "core/copies"): 6_992,
+    ("core/restore", "core/load", "core/copies"): 6_999,
     ("core/compression",): 373,
     ("core/flush",): 8_141,
     ("policies",): 2_216,

@@ -107,16 +107,16 @@ def fill_first(
     that the next one does not fill.
     """
     written: dict[AddressRange, tuple[str, CheckpointId]] = {}
+    tried: list[tuple[CheckpointReader, ReadPlan]] = []
 
     def read(parts: CheckpointReader) -> ReadPlan:
+        while tried:  # it was passed over
+            written.update(_may_have_written(*tried.pop()))
         plan, fill = plan_reads_of_rank(parts, make_plan, shard, resize)
+        tried.append((parts, plan))
         id = parts.checkpoint.id
         _check_none_left(plan, written, f"{request.operation} of {id}", id)
-        try:
-            fill()
-        finally:
-            if parts.touched:
-                written.update((each, (name, id)) for each, name in plan.in_place().items())
+        fill()
         return plan
 
     found = read_first(choose, request, tally, read, **how)
@@ -166,6 +166,13 @@ def read_first(
         + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
         + progress.half_filled
     )
+
+
+def _may_have_written(
+    parts: CheckpointReader, plan: ReadPlan
+) -> dict[AddressRange, tuple[str, CheckpointId]]:
+    names = plan.in_place() if parts.touched else {}
+    return {each: (name, parts.checkpoint.id) for each, name in names.items()}
 
 
 def _check_none_left(
