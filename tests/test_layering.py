@@ -60,29 +60,29 @@ FOLDERS = (
 """A folder imports those before it. ``import tierfall`` itself is left to the demo and the command line."""
 
 LINES = {
-    ("core/types",): 1_937,
+    ("core/types",): 1_953,
     ("core/format",): 1_309,
     ("core/state", "core/tensors"): 3_639,
     ("core/image",): 2_314,
     ("core/runtime",): 2_141,
-    ("core/ranks",): 2_178,
+    ("core/ranks",): 2_181,
     ("core/capture", "core/sampling"): 3_901,
-    ("core/restore", "core/load", "core/copies"): 7_234,
+    ("core/restore", "core/load", "core/copies"): 7_014,
     ("core/compression",): 360,
     ("core/flush",): 7_592,
     ("policies",): 2_174,
     ("backends",): 5_524,
     ("tiers",): 4_714,
     ("tierfall/config",): 2_638,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_122,
-    ("tierfall/ops",): 3_289,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_105,
+    ("tierfall/ops",): 3_288,
     ("tierfall/telemetry",): 1_760,
     ("tierfall/cli",): 4_205,
-    ("tierfall/integrations",): 3_059,
-    ("tierfall/imports", "tierfall/export"): 2_821,
+    ("tierfall/integrations",): 2_929,
+    ("tierfall/imports", "tierfall/export"): 2_810,
     ("tierfall/plan",): 177,
     ("tierfall/demo",): 620,
-    ("tierfall", "core"): 380,
+    ("tierfall", "core"): 367,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,14 @@ import torch
 
 from tierfall.backends.open import refuse_step_path
 from tierfall.config import Config, load_config
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
-from tierfall.core.format.catalog import Listing
+from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.load import check_device, plan_load
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
-from tierfall.core.restore.restore import Choice, fill_first
+from tierfall.core.restore.restore import fill_first
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -147,15 +147,35 @@ def _load_pointer(
 def _load_config(
     config: Config, request: RestoreRequest, plan: MakePlan, shard: Shard = SHARD
 ) -> dict[str, Any]:
+    """Load from the tiers of a configuration. A trainer may delete a checkpoint that is being read: if no step was
+    named, what is newest then is loaded."""
     with RunReader(config) as reader:
         places = {name: store.place for name, store in reader.stores.items()}
         tally = ReadTally(found_damage=damage_reporter(config.run, places))
 
-        def look() -> tuple[Sequence[Listing], OpenImage]:
+        def choose_now(request: RestoreRequest) -> list[KnownCheckpoint]:
             reader.reopen_memory()
-            return reader.list(), reader.opener()
+            return choose(reader.list(), request, tally)
 
-        return _load(look, request, plan, shard, config.run, tally)
+        def open_now(
+            checkpoint: KnownCheckpoint, tiers: Sequence[str], tally: ReadTally
+        ) -> CheckpointReader:
+            images = reader.opener()
+            return CheckpointReader(checkpoint, tiers, images, tally, chunks_max=LOAD_CHUNKS)
+
+        restored = fill_first(
+            choose_now,
+            request,
+            tally,
+            make_plan=plan,
+            shard=shard,
+            make_reader=open_now,
+            resize=ResizeRules(values_of=0),
+        )
+        if restored is None:
+            raise RestoreError(f"load: {config.run} holds no checkpoint")
+        restored.plan.finish()
+        return restored.plan.loaded
 
 
 def _load_path(path: Path, request: RestoreRequest, plan: MakePlan) -> dict[str, Any]:
@@ -184,36 +204,3 @@ def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path) -> Re
             "asked for; name the run's folder instead"
         )
     return replace(request, step=checkpoint.step, attempt=checkpoint.attempt)
-
-
-def _load(
-    look: Callable[[], tuple[Sequence[Listing], OpenImage]],
-    request: RestoreRequest,
-    plan: MakePlan,
-    shard: Shard,
-    what: str,
-    tally: ReadTally,
-) -> dict[str, Any]:
-    """Load from what ``look`` lists, and how it opens images. A trainer may delete a checkpoint that is being read: if
-    no step was named, what is newest then is loaded."""
-
-    def choose_now(request: RestoreRequest) -> Choice:
-        listings, open_image = look()
-        candidates = choose(listings, request, tally)
-        return Choice(candidates=candidates, open_image=open_image)
-
-    chosen = choose_now(request)
-    if not chosen.candidates:
-        raise RestoreError(f"load: {what} holds no checkpoint")
-    restored = fill_first(
-        chosen,
-        request,
-        tally,
-        make_plan=plan,
-        shard=shard,
-        make_reader=partial(CheckpointReader, chunks_max=LOAD_CHUNKS),
-        resize=ResizeRules(values_of=0),
-        choose_again=choose_now,
-    )
-    restored.plan.finish()
-    return restored.plan.loaded

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from tierfall.core.compression.codec import frame_bytes_max
-from tierfall.core.copies.images import READ_THREADS, Image, PackedImage, check_digest, read_chunk
+from tierfall.core.copies.images import READ_THREADS, Image, check_digest, read_chunk
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
 from tierfall.core.load.build import Fill
 from tierfall.core.runtime.buffers import Buffer, BufferPool, allocate, is_being_filled
@@ -118,8 +118,8 @@ class ChunkReader:
 
     def __init__(self, images: Sequence[Image], manifest: Manifest, tally: ReadTally) -> None:
         """``images`` are copies with this manifest, fastest first."""
-        self._images = images
-        self._manifest = manifest
+        self.images = images
+        self.manifest = manifest
         self._tally = tally
 
     def read(self, index: int, buffer: memoryview) -> memoryview:
@@ -133,16 +133,16 @@ class ChunkReader:
         Raises IntegrityError if all copies of it are damaged, or were all deleted meanwhile. Raises the error of a copy
         that could not be read, if no other is good: that copy may be.
         """
-        start, end = self._manifest.chunk_range(index)
-        id = self._manifest.lineage.checkpoint
+        start, end = self.manifest.chunk_range(index)
+        id = self.manifest.lineage.checkpoint
         failures: list[TierfallError] = []
-        for image in self._images:
+        for image in self.images:
             if is_being_filled(buffer):
                 buffer = allocate(len(buffer))
             try:
                 view = read_chunk(
                     image,
-                    self._manifest,
+                    self.manifest,
                     index,
                     buffer,
                     on_misread=partial(self._add_misread, image, index),
@@ -170,29 +170,29 @@ class ChunkReader:
         """Read chunk ``index`` into its targets if the fastest copy has it in memory of this machine. ``pieces`` yields
         the views to fill, and adds them to the digest. Returns False if the chunk has to be read otherwise: it is not
         there, or does not match its digest."""
-        image, digest = self._images[0], xxhash.xxh3_128()
+        image, digest = self.images[0], xxhash.xxh3_128()
         try:
-            if not image.read_cached(self._manifest, index, pieces(digest)):
+            if not image.read_cached(self.manifest, index, pieces(digest)):
                 return False
-            check_digest(image.tier, self._manifest, index, DIGEST_PREFIX + digest.hexdigest())
+            check_digest(image.tier, self.manifest, index, DIGEST_PREFIX + digest.hexdigest())
         except (IntegrityError, BackendError):  # the following read reports it
             logger.debug("%s is not good in memory", self._what(image, index), exc_info=True)
             return False
-        start, end = self._manifest.chunk_range(index)
+        start, end = self.manifest.chunk_range(index)
         self._tally.read(image.tier, end - start)
         return True
 
     def _add_misread(self, image: Image, index: int, error: IntegrityError) -> None:
         what = f"the first read of {self._what(image, index)}"
-        self._tally.add_skipped(what, error, self._manifest.lineage.checkpoint)
+        self._tally.add_skipped(what, error, self.manifest.lineage.checkpoint)
 
     def _what(self, image: Image, index: int) -> str:
-        return f"chunk {index} of {self._manifest.lineage.checkpoint} on {image.tier}"
+        return f"chunk {index} of {self.manifest.lineage.checkpoint} on {image.tier}"
 
     def _is_gone(self) -> bool:
         """Return whether the manifests of all copies are gone too, as after a deletion; otherwise only an image is
         missing."""
-        for image in self._images:
+        for image in self.images:
             try:
                 image.manifest_bytes()
             except KeyNotFoundError:
@@ -203,32 +203,10 @@ class ChunkReader:
         return True
 
 
-def count_threads(
-    manifest: Manifest,
-    images: Sequence[Image],
-    chunks_max: int | None = None,
-    *,
-    verifying: int = 1,
-) -> int:
-    """Return how many chunks are read at once onto host memory, such that buffers have at most BUFFER_BYTES, and at
-    most the size of ``chunks_max`` chunks, if given (a packed chunk counts as two). ``verifying``: so many threads
-    verify chunks that are in memory."""
-    if all(image.in_memory for image in images):
-        threads = verifying
-    else:
-        largest = max(manifest.data_start, manifest.chunk_bytes)
-        threads = max(1, min(READ_THREADS, BUFFER_BYTES // largest))
-    if chunks_max is None:
-        return threads
-    each = 2 if any(isinstance(image, PackedImage) for image in images) else 1
-    return max(1, min(threads, chunks_max // each))
-
-
 class ImageFills(NamedTuple):
     """One image, and what is filled from it; ``fills`` are in image order."""
 
     reader: ChunkReader
-    manifest: Manifest
     fills: Sequence[Fill]
 
 
@@ -251,10 +229,10 @@ def read_fills(
 
     def read(number: int) -> None:
         key, index = chunks[number]
-        part = parts[key]
-        low, high = part.manifest.chunk_range(index)
+        reader = parts[key].reader
+        low, high = reader.manifest.chunk_range(index)
         with pool.lend(high - low) as buffer:
-            read_chunk_to_targets(part.reader, part.manifest, index, writers[key], copies, buffer)
+            read_chunk_to_targets(reader, index, writers[key], copies, buffer)
 
     try:
         run_in_threads(threads, read, range(len(chunks)))
@@ -263,20 +241,15 @@ def read_fills(
 
 
 def read_chunk_to_targets(
-    reader: ChunkReader,
-    manifest: Manifest,
-    index: int,
-    writer: TargetWriter,
-    copies: DeviceCopies,
-    buffer: Buffer,
+    reader: ChunkReader, index: int, writer: TargetWriter, copies: DeviceCopies, buffer: Buffer
 ) -> None:
     """Read a chunk and copy it to its targets; copies to devices are queued.
 
     A chunk in the page cache, or in memory of this machine, is hashed piece by piece while it is in the processor's
     cache: on its way to targets in host memory, or to the page-locked buffer that a device copies from.
     """
-    low, high = manifest.chunk_range(index)
-    start, end = low - manifest.data_start, high - manifest.data_start
+    low, high = reader.manifest.chunk_range(index)
+    start, end = low - reader.manifest.data_start, high - reader.manifest.data_start
     if writer.is_in_host_memory(start, end):
         if reader.fill_from_page_cache(
             index, lambda digest: writer.pieces(start, end, buffer.view, digest)

@@ -71,9 +71,9 @@ class Damage:
     newer: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CheckedCopy:
-    """The result of the check of one copy.
+    """The result of the check of one copy; the check fills it in.
 
     ``bytes`` and ``chunks`` are intact. ``error``: the rest could not be read. ``gone``: the copy was deleted during
     the check. ``foreign`` are files that the commit record does not name.
@@ -104,45 +104,35 @@ class CopyCheck:
 
     def __init__(self, resources: CopyVerifier, tier: str, id: CheckpointId) -> None:
         self._resources = resources
-        self._tier = tier
-        self._id = id
         self._lock = threading.Lock()
-        self._commit: Commit | None = None
-        self._bytes = 0
-        self._chunks = 0
-        self._foreign: tuple[str, ...] = ()
-        self.damage: list[Damage] = []
+        self.found = CheckedCopy(id=id, tier=tier)
 
     def result(self, *, error: TierfallError | None) -> CheckedCopy:
-        found = sorted(self.damage, key=lambda d: (d.file, -1 if d.chunk is None else d.chunk))
-        return CheckedCopy(
-            id=self._id,
-            tier=self._tier,
-            bytes=self._bytes,
-            chunks=self._chunks,
-            commit=self._commit,
-            damage=tuple(found),
-            error=error,
-            foreign=self._foreign,
+        self.found.error = error
+        order = sorted(
+            self.found.damage, key=lambda d: (d.file, -1 if d.chunk is None else d.chunk)
         )
+        self.found.damage = tuple(order)
+        return self.found
 
     # A copy on a stored tier -------------------------------------------------------------------------
 
     def stored(self, store: CheckableStore) -> None:
         """Check a copy. Without a commit record that can be read, nothing says what else has to be there."""
-        self._commit = self._try(keys.COMMIT_NAME, lambda: store.read_commit(self._id))
-        sizes = {stored.key: stored.bytes for stored in store.files(self._id, self._commit)}
-        if self._commit is not None:
-            self._check_files(store, self._commit, sizes)
+        id = self.found.id
+        commit = self.found.commit = self._try(keys.COMMIT_NAME, lambda: store.read_commit(id))
+        sizes = {stored.key: stored.bytes for stored in store.files(id, commit)}
+        if commit is not None:
+            self._check_files(store, commit, sizes)
 
     def _check_files(self, store: CheckableStore, commit: Commit, sizes: Mapping[str, int]) -> None:
         self._check_names(commit, sizes)
-        self._foreign = tuple(
+        self.found.foreign = tuple(
             name for name in sizes if name != keys.COMMIT_NAME and commit.file(name) is None
         )
         named = {shard for file in commit.files if (shard := keys.parse_shard(file.name))}
         for shard in sorted(named, key=lambda shard: (shard.world_size, shard.rank)):
-            image = StoredImage(store, self._id, shard)
+            image = StoredImage(store, self.found.id, shard)
             manifest = self._manifest(image, commit, shard)
             if manifest is not None:
                 self._check_image(image, commit, manifest, sizes)
@@ -204,24 +194,21 @@ class CopyCheck:
     def _check_seek_table(self, image: StoredImage, manifest: Manifest, packed: FrameTable) -> None:
         tail = bytearray(packed.stored_bytes - packed.frames_bytes)
         if tail:
-            image.store.read_into(
-                self._id, manifest.shard, packed.frames_bytes, memoryview(tail), codec=packed.codec
-            )
+            image.read_into(packed.frames_bytes, memoryview(tail), codec=packed.codec, again=True)
         if tail != packed.seek_table(manifest):
             raise IntegrityError("its seek table differs from the one that was written")
 
     # A copy in memory --------------------------------------------------------------------------------
 
     def region(self, region: HostRegion) -> None:
-        self._commit = self._try(
+        commit = self.found.commit = self._try(
             keys.COMMIT_NAME, lambda: parse_commit(region.commit(), what=keys.COMMIT_NAME)
         )
-        commit = self._commit
         for file in commit.files if commit else ():
             shard = keys.parse_shard(file.name)
             if commit is None or shard is None or file.digest is not None:
                 continue
-            image = RegionImage(self._tier, region)
+            image = RegionImage(self.found.tier, region)
             manifest = self._manifest(image, commit, shard)
             if manifest is not None:
                 size = len(region.image)
@@ -266,13 +253,13 @@ class CopyCheck:
                 name, lambda: read_header(view, image_bytes=manifest.image_bytes, what=name), 0
             )
         with self._lock:
-            self._chunks += 1
-            self._bytes += len(view)
+            self.found.chunks += 1
+            self.found.bytes += len(view)
 
     # Recording ---------------------------------------------------------------------------------------
 
     def _is_damaged(self, file: str) -> bool:
-        return any(damage.file == file for damage in self.damage)
+        return any(damage.file == file for damage in self.found.damage)
 
     def _try(self, file: str, read: Callable[[], T], chunk: int | None = None) -> T | None:
         try:
@@ -286,7 +273,7 @@ class CopyCheck:
     def _describe_error(self, file: str, error: TierfallError) -> str:
         """Return the message of an error without the name of the file."""
         text = str(error)
-        for lead in (f"{file} of {self._id}: ", f"{file}: "):
+        for lead in (f"{file} of {self.found.id}: ", f"{file}: "):
             if lead in text:
                 return text.partition(lead)[2]
         return text
@@ -302,7 +289,7 @@ class CopyCheck:
         self, file: str, problem: str, chunk: int | None = None, *, newer: bool = False
     ) -> None:
         with self._lock:
-            self.damage.append(Damage(file=file, problem=problem, chunk=chunk, newer=newer))
+            self.found.damage += (Damage(file=file, problem=problem, chunk=chunk, newer=newer),)
 
 
 class CopyVerifier:
@@ -321,7 +308,7 @@ class CopyVerifier:
             check.stored(store)
         except BackendError as failure:
             error = failure
-        if (check.damage or isinstance(error, KeyNotFoundError)) and _is_gone(store, id):
+        if (check.found.damage or isinstance(error, KeyNotFoundError)) and _is_gone(store, id):
             return CheckedCopy(id=id, tier=store.name, gone=True)
         return check.result(error=error)
 

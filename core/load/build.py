@@ -74,17 +74,6 @@ class Builder:
 
     # ---- before the bytes
 
-    def add_target(self, position: int, flat: torch.Tensor) -> None:
-        self.targets.append(BlockTarget(position=position, target=flat))
-
-    def add_block(
-        self, position: int, flat: torch.Tensor, offset: tuple[int, ...], lengths: tuple[int, ...]
-    ) -> None:
-        """Add a target for one block of a tensor; only for a merged header."""
-        self.targets.append(
-            BlockTarget(position=position, target=flat, offset=offset, lengths=lengths)
-        )
-
     def flat(self, position: int, device: torch.device) -> torch.Tensor:
         """Return the flat uint8 memory of a tensor, which is a target of it."""
         found = self._flat.get((position, device))
@@ -92,7 +81,7 @@ class Builder:
             length = self.header.tensors[position].length
             found = torch.empty(length, dtype=torch.uint8, device=device)
             self._flat[position, device] = found
-            self.add_target(position, found)
+            self.targets.append(BlockTarget(position=position, target=found))
         return found
 
     def tensor(self, position: int, device: torch.device) -> torch.Tensor:

@@ -224,70 +224,62 @@ class _Renamer:
         return self._rules[longest] + name[len(longest) :]
 
     def node(self, node: Node, old: str, new: str) -> Node:
+        """Return a node that was named ``old``, and is ``new``, with new names below it."""
         match node:
             case MapNode():
-                entries = [self._entry(key, child, old, new) for key, child in node.entries]
-                return MapNode(node.kind, _distinct(entries, new))
+                found = self._children(node, [key for key, _ in node.entries], old, new)
+                return MapNode(node.kind, tuple(found))
             case ModuleNode():
-                found = []
-                for key, below, child in node.entries:
-                    name = self.name(f"{old}.{below}")
-                    found.append((key, self._below(name, new, f"{old}.{below}"), child))
-                _distinct([(below, child) for _, below, child in found], new)
-                return ModuleNode(tuple(found))
+                found = self._children(node, [below for _, below, _ in node.entries], old, new)
+                keys = [key for key, _, _ in node.entries]
+                return ModuleNode(
+                    tuple((key, *each) for key, each in zip(keys, found, strict=True))
+                )
             case OptimizerNode():
-                names = tuple(n if n is None else self.name(n) for n in node.names)
-                return OptimizerNode(names, node.groups, node.state)
+                return replace(node, names=tuple(n and self.name(n) for n in node.names))
             case SequenceNode():
-                places = enumerate(node.nodes)
-                nodes = tuple(self._item(place, child, old, new) for place, child in places)
-                return SequenceNode(node.is_tuple, nodes)
+                found = self._children(node, [*range(len(node.nodes))], old, new)
+                return SequenceNode(node.is_tuple, tuple(child for _, child in found))
         return node
 
-    def _entry(self, key: Any, child: Node, old: str, new: str) -> tuple[Any, Node]:
-        before = naming.join(old, naming.component(key))
-        after = self.name(before)
-        if after == naming.join(new, naming.component(key)):
-            return key, self.node(child, before, after)
-        here = naming.join(new, naming.component(key))
-        if isinstance(child, ModuleNode) and naming.is_within(after, here):
-            return key, self.node(child, before, here)  # the module is within another one now
-        below = self._below(after, new, before)
-        if naming.component(below) != below:
-            raise RestoreError(
-                f"restore: rename={{{before!r}: {after!r}}}: {below!r} is not a single key; a key has letters, digits "
-                "and underscores"
-            )
-        return below, self.node(child, before, after)
-
-    def _item(self, place: int, child: Node, old: str, new: str) -> Node:
-        before, here = f"{old}.{place}", f"{new}.{place}"
-        after = self.name(before)
-        is_inside = isinstance(child, ModuleNode) and naming.is_within(after, here)
-        if after != here and not is_inside:
-            raise RestoreError(
-                f"restore: rename: {before!r} is an element of a sequence, which cannot have another name"
-            )
-        return self.node(child, before, here)
-
-    def _below(self, name: str, parent: str, before: str) -> str:
-        """Return the part of a new name below that of its mapping or module."""
-        if not parent:
-            return name
-        if not name.startswith(f"{parent}."):
-            raise RestoreError(
-                f"restore: rename: {before!r} would become {name!r}, which is not within {parent!r}: rename an entry "
-                "of the state, or a name inside it"
-            )
-        return name[len(parent) + 1 :]
+    def _children(
+        self, parent: Node, keys: Sequence[Any], old: str, new: str
+    ) -> list[tuple[Any, Node]]:
+        """Return the children of a mapping, a module or a sequence by their new keys."""
+        found: dict[Any, Node] = {}
+        for key, (before, child) in zip(keys, parent.named(old), strict=True):
+            after = self.name(before)
+            here = naming.join(new, before.removeprefix(f"{old}." if old else ""))
+            # a module whose new name is below its own is within another one now
+            is_inside = isinstance(child, ModuleNode) and naming.is_within(after, here)
+            if after == here or is_inside:
+                below, after = key, here
+            elif isinstance(parent, SequenceNode):
+                raise RestoreError(
+                    f"restore: rename: {before!r} is an element of a sequence, which cannot have another name"
+                )
+            else:
+                below = _below(after, new, before)
+                if isinstance(parent, MapNode) and naming.component(below) != below:
+                    raise RestoreError(
+                        f"restore: rename={{{before!r}: {after!r}}}: {below!r} is not a single key; a key has "
+                        "letters, digits and underscores"
+                    )
+            if below in found:
+                raise RestoreError(
+                    f"restore: rename would give two entries the name {naming.join(new, str(below))!r}"
+                )
+            found[below] = self.node(child, before, after)
+        return [*found.items()]
 
 
-def _distinct(entries: list[tuple[Any, Node]], where: str) -> tuple[tuple[Any, Node], ...]:
-    seen: set[Any] = set()
-    for key, _ in entries:
-        if key in seen:
-            raise RestoreError(
-                f"restore: rename would give two entries the name {naming.join(where, str(key))!r}"
-            )
-        seen.add(key)
-    return tuple(entries)
+def _below(name: str, parent: str, before: str) -> str:
+    """Return the part of a new name below that of its mapping or module."""
+    if not parent:
+        return name
+    if not name.startswith(f"{parent}."):
+        raise RestoreError(
+            f"restore: rename: {before!r} would become {name!r}, which is not within {parent!r}: rename an entry of "
+            "the state, or a name inside it"
+        )
+    return name[len(parent) + 1 :]

@@ -268,12 +268,9 @@ class TensorMatcher:
             for part in map(local_tensor, wrappers.inner_tensors(live)):
                 if tensors.refusal(part) is not None or not part.numel():
                     continue
-                if not filled.overlaps(AddressRange.of(part)):
-                    continue
-                for claim in claims:
-                    if _writes_to(claim.live, part):
-                        self._report.refuses(name, kept_by_skip("memory", claim.name))
-                        break
+                if filled.overlaps(AddressRange.of(part)):
+                    other = next(c.name for c in claims if tensors.overlap(c.live, part))
+                    self._report.refuses(name, kept_by_skip("memory", other))
 
     def has_filled(self, leaf: Node) -> bool:
         """Return whether the bytes of a stored tensor fill a target."""
@@ -354,48 +351,21 @@ class TensorMatcher:
         self, position: int, live: torch.Tensor, name: str, block: TensorPiece | None = None
     ) -> None:
         flat = tensors.as_bytes(live)
-        if flat is not None and block is not None:
-            self._builder.add_block(position, flat, block.offset, tuple(live.shape))
-            return
-        if flat is not None:
-            self._builder.add_target(position, flat)
-            return
-        if tensors.shares_memory(live):
+        if flat is None and tensors.shares_memory(live):
             self._report.refuses(
                 name, "cannot be restored into: its elements share memory; clone it first"
             )
             return
-        if block is not None:
-            temporary = torch.empty(live.nbytes, dtype=torch.uint8, device=live.device)
-            self._builder.add_block(position, temporary, block.offset, tuple(live.shape))
-        else:
-            temporary = self._builder.flat(position, live.device)
-        self.copies.append(lambda: tensors.fill_whole(live, temporary))
+        if flat is None:
+            flat = temporary = torch.empty(live.nbytes, dtype=torch.uint8, device=live.device)
+            self.copies.append(lambda: tensors.fill_whole(live, temporary))
+        part = {} if block is None else {"offset": block.offset, "lengths": tuple(live.shape)}
+        self._builder.targets.append(BlockTarget(position=position, target=flat, **part))
 
 
 def kept_by_skip(what: str, other: str) -> str:
     """Return the text of an error: a skipped entry shares what another one restores."""
     return f"shares its {what} with {other}, which is restored; skip cannot leave it unchanged: skip both, or neither"
-
-
-def _writes_to(live: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether a write to all elements of one tensor changes bytes of another one."""
-    if not tensors.overlap(live, other):
-        return False
-    if (live.is_contiguous() and other.is_contiguous()) or tensors.shares_memory(live):
-        return True
-    start = min(live.data_ptr(), other.data_ptr())
-    end = max(tensors.span(live)[1], tensors.span(other)[1])
-    memory = torch.zeros(end - start, dtype=torch.uint8)
-    _bytes_like(live, memory, start).fill_(1)
-    return bool(_bytes_like(other, memory, start).any())
-
-
-def _bytes_like(live: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the bytes of ``memory`` at the places of a tensor's bytes. Byte 0 of ``memory`` is address ``start``."""
-    size = live.element_size()
-    strides = (*(stride * size for stride in live.stride()), 1)
-    return memory.as_strided((*live.shape, size), strides, live.data_ptr() - start)
 
 
 def _conflict(

@@ -133,7 +133,11 @@ class RestoreWork:
             self.report.refuses(name, f"cannot be restored: {error}")
             return None
         flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
-        self.builder.add_block(position, flat, piece.offset, tuple(local.shape))
+        self.builder.targets.append(
+            BlockTarget(
+                position=position, target=flat, offset=piece.offset, lengths=tuple(local.shape)
+            )
+        )
         return as_dtensor_like(live, flat.view(dtype).view(local.shape))
 
     # ---- names

@@ -1,8 +1,8 @@
 """Messages between ranks: frozen dataclasses, their JSON form, and the one place that validates what other ranks send.
 
 The JSON form of a message is a mapping of its fields. A field holds a scalar, a str enum, a column of 64-bit integers
-(``Signed``, ``Unsigned``), another dataclass, or a tuple, frozenset, mapping or optional of these. ``from_json`` checks
-each field against its type hint, so that no later code has to doubt what another rank has sent.
+(``Signed``, ``Unsigned``), an error, another dataclass, or a tuple, frozenset, mapping or optional of these.
+``from_json`` checks each field against its type hint, so that no later code has to doubt what another rank has sent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cache
 from itertools import pairwise
@@ -69,9 +69,10 @@ class ErrorMessage(Message):
         """Return a new error of the same kind and text."""
         return error_class(self.kind, RanksError)(self.text)
 
-    def error_of(self, rank: int) -> TierfallError:
-        """Return a new error of the same kind whose text names the rank."""
-        return error_class(self.kind, RanksError)(f"rank {rank}: {self.text}")
+
+def error_of_rank(error: TierfallError, rank: int) -> TierfallError:
+    """Return a new error of the same kind whose text names the rank."""
+    return replace(ErrorMessage.of(error), text=f"rank {rank}: {error}").error()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,8 @@ def to_json(value: object) -> object:
             return value.value
         case None | str() | int() | float():
             return value
+        case TierfallError():
+            return to_json(ErrorMessage.of(value))
         case np.ndarray():
             return base64.b64encode(value.astype(value.dtype.newbyteorder("<")).tobytes()).decode()
         case list() | tuple():

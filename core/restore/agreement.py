@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 
+from tierfall.core.copies.checkpoint_reader import PASSABLE
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
-from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import (
     FoundCopy,
     KnownCheckpoint,
@@ -24,16 +24,14 @@ from tierfall.core.format.catalog import (
     starts_in,
 )
 from tierfall.core.format.commit_files import ranks_with_image
-from tierfall.core.format.records import Commit, parse_commit
+from tierfall.core.format.records import Commit
 from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message, NumberRanges
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.assign import (
     Holders,
     RankGroup,
-    SeenImages,
     group_needs,
-    merge_seen,
 )
 from tierfall.core.restore.candidates import (
     RestoreRequest,
@@ -42,7 +40,6 @@ from tierfall.core.restore.candidates import (
     unread_text,
 )
 from tierfall.core.restore.inventory import (
-    CopyMessage,
     Inventory,
     TierMessage,
     describe,
@@ -73,13 +70,12 @@ class _RestoreCall(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(Message):
-    """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
-    nodes. ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are skipped because they
+    """What all ranks may restore, newest first. ``commits`` are their records, which name no files and nodes.
+    ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are skipped because they
     could not be read. ``later``: that depends on commit records that were left to be read later."""
 
     later: bool = False
-    order: tuple[CheckpointId, ...] = ()
-    commits: tuple[str, ...] = ()
+    commits: tuple[Commit, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
     unread: tuple[CheckpointId, ...] = ()
 
@@ -115,9 +111,7 @@ def agree_to_restore(
         tally.add_skipped(fallback.what, fallback.reason, fallback.id)
     for id in decision.unread:
         tally.found_unread(id)
-    what = "restore: commit record that the ranks agreed on"
-    commits = [parse_commit(text.encode(), what=what) for text in decision.commits]
-    agreed = dict(zip(decision.order, commits, strict=True))
+    agreed = {commit.lineage.checkpoint: commit for commit in decision.commits}
     lives = {id: commit.lineage.attempt_id for id, commit in agreed.items()}
     here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in listings)}
     found = []
@@ -150,7 +144,7 @@ class StepDecision(Message):
     """What all ranks learn at a step. ``failed`` ends the candidate on all of them."""
 
     failed: RankFailure | None = None
-    seen: tuple[SeenImages, ...] = ()
+    seen: Mapping[int, Mapping[int, NumberRanges]] = field(default_factory=dict)
     addresses: tuple[RankAddress, ...] = ()
     groups: tuple[RankGroup, ...] = ()
 
@@ -209,9 +203,7 @@ def _decide_step(steps: Mapping[int, CandidateStep], holders: Holders) -> StepDe
     if {len(seen), len(needs)} - {0, len(steps)}:
         raise RanksError(f"restore of {steps[0].id}: the ranks are at different steps with it")
     addresses = tuple(steps[rank].address for rank in sorted(seen))
-    return StepDecision(
-        seen=merge_seen(seen), addresses=addresses, groups=group_needs(needs, holders)
-    )
+    return StepDecision(seen=seen, addresses=addresses, groups=group_needs(needs, holders))
 
 
 # All ranks, at the end -------------------------------------------------------------------------------
@@ -219,17 +211,8 @@ def _decide_step(steps: Mapping[int, CandidateStep], holders: Holders) -> StepDe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FinishOutcome(Message):
-    """``continues``: the run continues from what was restored. ``saved``: this rank has saved since its lineage
+    """The error of this rank, or of ``rank``, if one failed. ``saved``: this rank, or any, has saved since its lineage
     began."""
-
-    failed: str | None
-    continues: bool
-    saved: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FinishDecision(Message):
-    """``failed`` is the error of ``rank``, if one failed; ``saved``: any rank has saved."""
 
     rank: int = 0
     failed: str | None = None
@@ -241,7 +224,6 @@ def finish_on_all_ranks(
     finish: Callable[[], None],
     id: CheckpointId,
     *,
-    continues: bool,
     saved: bool,
     request: RestoreRequest,
     timeout_s: float | None = None,
@@ -249,9 +231,8 @@ def finish_on_all_ranks(
     """Call ``finish``, which ends a restore, on all ranks; return whether any of them has ``saved`` since its lineage
     began.
 
-    ``continues``: the run continues from what was restored. Raises RestoreError on every rank if ``finish`` failed on
-    one. If the ``request`` fills the state in place, all errors call it half filled: on the other ranks it is of a step
-    that not all ranks are at.
+    Raises RestoreError on every rank if ``finish`` failed on one. If the ``request`` fills the state in place, all
+    errors call it half filled: on the other ranks it is of a step that not all ranks are at.
     """
     of = f"{request.operation} of {id}"
     half = HALF_FILLED if request.in_place else ""
@@ -261,16 +242,16 @@ def finish_on_all_ranks(
     except BaseException as error:  # noqa: BLE001 - the other ranks must know; raised below
         failure = error
     failed = None if failure is None else str(failure) or repr(failure)
-    outcome = _FinishOutcome(failed=failed, continues=continues, saved=saved)
+    outcome = _FinishOutcome(failed=failed, saved=saved)
     try:
         decision = ranks.agree(
-            "restore: finish", outcome, _finished, _FinishDecision, timeout_s=timeout_s
+            "restore: finish", outcome, _finished, _FinishOutcome, timeout_s=timeout_s
         )
     except TierfallError as lost:
         if failure is None:
             raise RestoreError(f"{of}: {_UNFINISHED}{lost}{half}") from lost
         failure.add_note(f"the other ranks may not know of it: {lost}")
-        decision = _FinishDecision()
+        decision = _FinishOutcome()
     if isinstance(failure, Exception):
         raise RestoreError(f"{of}: {_UNFINISHED}{failure}{half}") from failure
     if failure is not None:
@@ -280,17 +261,10 @@ def finish_on_all_ranks(
     return decision.saved
 
 
-def _finished(outcomes: Mapping[int, _FinishOutcome]) -> _FinishDecision:
-    others = [rank for rank, one in outcomes.items() if one.continues != outcomes[0].continues]
-    if others:
-        ours, theirs = ("all", "a part") if outcomes[0].continues else ("a part", "all")
-        raise RanksError(
-            f"{format_ranks(others)} restored {theirs} where rank 0 restored {ours} (only=...): every rank must ask "
-            "for the same"
-        )
+def _finished(outcomes: Mapping[int, _FinishOutcome]) -> _FinishOutcome:
     rank = next((rank for rank, one in outcomes.items() if one.failed is not None), 0)
     saved = any(one.saved for one in outcomes.values())
-    return _FinishDecision(rank=rank, failed=outcomes[rank].failed, saved=saved)
+    return _FinishOutcome(rank=rank, failed=outcomes[rank].failed, saved=saved)
 
 
 def _keep_agreed(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:
@@ -358,8 +332,7 @@ def choose_candidates(
         )
     commits = [known.commit for known in taken if known.commit is not None]
     return Candidates(
-        order=tuple(known.id for known in taken),
-        commits=tuple(replace(c, files=(), nodes=()).encode().decode() for c in commits),
+        commits=tuple(replace(commit, files=(), nodes=()) for commit in commits),
         fallbacks=tuple(tally.fallbacks),
         unread=tuple(unread),
     )
@@ -415,14 +388,14 @@ def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, dict[
 
 def not_on_all_nodes(
     listing: Listing, inventories: Mapping[int, Inventory]
-) -> tuple[CopyMessage, ...]:
+) -> tuple[FoundCopy, ...]:
     """Return the copies on a tier that some nodes have no file of, without their files: a node was replaced by one that
     keeps nothing yet, or another number of nodes saved them. They are whole, or damaged. All ranks must know of them,
     to delete them together and to owe them to no tier that has them."""
     reports = [tiers[listing.tier] for tiers in inventories.values() if listing.tier in tiers]
     nodes = Counter(copy.id for report in reports for copy in report.copies)
     return tuple(
-        CopyMessage.of(replace(copy, bytes=0, commit=replace(copy.commit, files=(), nodes=())))
+        replace(copy, bytes=0, commit=replace(copy.commit, files=(), nodes=()))
         for copy in listing.copies
         if copy.commit is not None and nodes[copy.id] < len(reports)
         if names_all_shards(copy.commit) and (copy.damage is None or copy.repairable)
@@ -476,12 +449,11 @@ def on_few_nodes(
 def _fewest(inventories: Mapping[int, Inventory], tier: str, commit: Commit) -> int:
     """Return on how many nodes the rarest image of a checkpoint is."""
     nodes: Counter[int] = Counter()
-    for rank, tiers in inventories.items():
+    for tiers in inventories.values():
         for copy in tiers[tier].copies if tier in tiers else ():
-            if copy.id == commit.lineage.checkpoint and copy.damage is None:
-                found = copy.commit_of(rank, tier)
-                if found is not None and found.lineage == commit.lineage:
-                    nodes.update(ranks_with_image(found, commit.world_size))
+            found = copy.commit if copy.damage is None else None
+            if found is not None and found.lineage == commit.lineage:
+                nodes.update(ranks_with_image(found, commit.world_size))
     return min(nodes[rank] for rank in range(commit.world_size))
 
 

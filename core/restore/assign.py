@@ -31,15 +31,6 @@ Holders = Mapping[int, Sequence[tuple[int, Sequence[int]]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenImages(Message):
-    """Images that several ranks see on a tier, which is given by its number in the chain."""
-
-    tier: int
-    images: NumberRanges
-    ranks: NumberRanges
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup(Message):
     """Ranks that need the same chunks, by image."""
 
@@ -62,30 +53,23 @@ def name_of(chunk: Chunk) -> str:
     return f"{what} of rank {image}'s image"
 
 
-def merge_seen(seen: Mapping[int, Mapping[int, NumberRanges]]) -> tuple[SeenImages, ...]:
-    """Group the ranks that see the same images on a tier; given is what each sees, by rank and tier."""
-    found: dict[tuple[int, NumberRanges], list[int]] = {}
+def holders_of(seen: Mapping[int, Mapping[int, NumberRanges]]) -> Holders:
+    """Return which ranks see each image on each tier; given is what each sees, by rank and tier. Images that the same
+    ranks see share their tuple."""
+    alike: dict[tuple[int, NumberRanges], list[int]] = {}
     for rank, tiers in seen.items():
-        for tier, images in tiers.items():
-            if images.edges:
-                found.setdefault((tier, images), []).append(rank)
-    return tuple(
-        SeenImages(tier=tier, images=images, ranks=NumberRanges.of(ranks))
-        for (tier, images), ranks in found.items()
-    )
-
-
-def holders_of(seen: Sequence[SeenImages]) -> Holders:
-    """Return which ranks see each image on each tier. Images that the same ranks see share their tuple."""
+        for each in tiers.items():
+            alike.setdefault(each, []).append(rank)
+    members = [*alike.values()]
     found: dict[int, dict[int, list[int]]] = {}
-    for number, one in enumerate(seen):
-        for image in one.images:
-            found.setdefault(image, {}).setdefault(one.tier, []).append(number)
+    for number, (tier, images) in enumerate(alike):
+        for image in images:
+            found.setdefault(image, {}).setdefault(tier, []).append(number)
     ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def ranks_of(numbers: tuple[int, ...]) -> tuple[int, ...]:
         if numbers not in ranks:
-            ranks[numbers] = tuple(sorted(r for n in numbers for r in seen[n].ranks))
+            ranks[numbers] = tuple(sorted(r for n in numbers for r in members[n]))
         return ranks[numbers]
 
     return {

@@ -21,7 +21,7 @@ logger = logging.getLogger("tierfall")
 class RestoreRequest:
     """What to restore: by default the newest step of the live lineage. ``tier`` names the only tier to read from;
     ``without`` are those that were tried, and passed over. ``operation`` and ``advice`` are part of error messages;
-    ``in_place``: the targets are the caller's state."""
+    ``in_place``: the targets are the caller's state; ``continues``: the run continues from what is restored."""
 
     step: int | None = None
     attempt: int | None = None
@@ -31,6 +31,7 @@ class RestoreRequest:
     operation: str = "restore"
     advice: str = "or pass unreachable='ignore' to go on without it"
     in_place: bool = True
+    continues: bool = True
 
 
 def choose(

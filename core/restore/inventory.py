@@ -12,85 +12,44 @@ from itertools import chain
 from tierfall.core.format.catalog import FoundCopy, Listing, NotReadError, of_one_lineage
 from tierfall.core.format.commit_files import unite_records
 from tierfall.core.format.decided import DecidedList
-from tierfall.core.format.records import Commit, parse_commit
-from tierfall.core.ranks.messages import ErrorMessage, Message
+from tierfall.core.ranks.messages import CheckpointKey, Message, error_of_rank
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.types.lineage import AttemptStart, merge_starts
-from tierfall.core.types.values import CheckpointId, CopyState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyMessage(Message):
-    """A copy that a rank has found; the fields of ``FoundCopy``. ``commit`` is the text of its commit record. Without
-    it, and without ``damage``, the record is read later."""
-
-    id: CheckpointId
-    state: CopyState
-    bytes: int
-    commit: str | None
-    damage: ErrorMessage | None
-    on_peers: bool
-    foreign: bool
-
-    @classmethod
-    def of(cls, copy: FoundCopy) -> CopyMessage:
-        return cls(
-            id=copy.id,
-            state=copy.state,
-            bytes=copy.bytes,
-            commit=None if copy.commit is None else copy.commit.encode().decode(),
-            damage=None
-            if copy.damage is None or isinstance(copy.damage, NotReadError)
-            else ErrorMessage.of(copy.damage),
-            on_peers=copy.on_peers,
-            foreign=copy.foreign,
-        )
-
-    def copy_of(self, rank: int, tier: str) -> FoundCopy:
-        damage = None if self.damage is None else self.damage.error_of(rank)
-        if self.commit is None and damage is None:
-            damage = NotReadError(f"{tier}: rank {rank} has not read the record of {self.id} yet")
-        return FoundCopy(
-            id=self.id,
-            state=self.state,
-            bytes=self.bytes,
-            commit=self.commit_of(rank, tier),
-            damage=damage,
-            on_peers=self.on_peers,
-            foreign=self.foreign,
-        )
-
-    def commit_of(self, rank: int, tier: str) -> Commit | None:
-        if self.commit is None:
-            return None
-        what = f"rank {rank}: commit record of {self.id} on {tier}"
-        return parse_commit(self.commit.encode(), what=what)
+from tierfall.core.types.values import CheckpointId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierMessage(Message):
-    """What a rank has found on one tier; see ``Listing``. ``decided`` are the names of the entries of its list."""
+    """What a rank has found on one tier; see ``Listing``. ``decided`` are the names of the entries of its list. A copy
+    without record and damage is one whose record is read later."""
 
-    error: ErrorMessage | None
-    damaged: tuple[ErrorMessage, ...]
+    error: TierfallError | None
+    damaged: tuple[TierfallError, ...]
     starts: tuple[AttemptStart, ...]
-    copies: tuple[CopyMessage, ...]
+    copies: tuple[FoundCopy, ...]
     decided: tuple[str, ...]
     lags: bool
     attempts: tuple[int, ...] = ()
-    unfinished: Mapping[CheckpointId, int] = field(default_factory=dict)
+    unfinished: Mapping[CheckpointKey, int] = field(default_factory=dict)
 
     def listing_of(self, rank: int, tier: str) -> Listing:
+        def with_damage(copy: FoundCopy) -> FoundCopy:
+            damage = copy.damage and error_of_rank(copy.damage, rank)
+            if copy.commit is None and damage is None:
+                what = f"{tier}: rank {rank} has not read the record of {copy.id} yet"
+                damage = NotReadError(what)
+            return replace(copy, damage=damage)
+
         return Listing(
             tier=tier,
-            copies=tuple(copy.copy_of(rank, tier) for copy in self.copies),
+            copies=tuple(map(with_damage, self.copies)),
             starts=self.starts,
             decided=DecidedList.parse(self.decided),
-            damaged=tuple(damage.error_of(rank) for damage in self.damaged),
+            damaged=tuple(error_of_rank(damage, rank) for damage in self.damaged),
             lags=self.lags,
             attempts=self.attempts,
             unfinished=dict(self.unfinished),
-            error=None if self.error is None else self.error.error_of(rank),
+            error=self.error and error_of_rank(self.error, rank),
         )
 
 
@@ -107,12 +66,16 @@ class ToldListings(Message):
 
 def describe(listings: Iterable[Listing], *, mine: Collection[str]) -> dict[str, TierMessage]:
     """Return the inventory of the tiers named in ``mine``."""
+
+    def sent(copy: FoundCopy) -> FoundCopy:
+        return replace(copy, damage=None) if isinstance(copy.damage, NotReadError) else copy
+
     return {
         listing.tier: TierMessage(
-            error=None if listing.error is None else ErrorMessage.of(listing.error),
-            damaged=tuple(map(ErrorMessage.of, listing.damaged)),
+            error=listing.error,
+            damaged=listing.damaged,
             starts=listing.starts,
-            copies=tuple(map(CopyMessage.of, listing.copies)),
+            copies=tuple(map(sent, listing.copies)),
             decided=listing.decided.names,
             lags=listing.lags,
             attempts=listing.attempts,

@@ -22,22 +22,18 @@ import numpy as np
 import xxhash
 
 from tierfall.core.capture.copier import chunk_digest
+from tierfall.core.copies.checkpoint_reader import (
+    NOWHERE,
+    PASSABLE,
+    CheckpointReader,
+)
 from tierfall.core.copies.chunk_reader import (
-    BUFFER_BYTES,
-    BufferRing,
     ChunkReader,
     ImageFills,
     chunks_of,
     digest_pieces,
-    read_fills,
 )
 from tierfall.core.copies.images import READ_THREADS, Image, check_digest
-from tierfall.core.copies.shard_reader import (
-    NOWHERE,
-    PASSABLE,
-    CheckpointReader,
-    ShardReader,
-)
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest, parse_manifest
 from tierfall.core.image.header import ImageHeader, read_header
@@ -58,7 +54,6 @@ from tierfall.core.restore.pulls import (
 from tierfall.core.runtime.buffers import allocate, is_being_filled
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError, is_damage
-from tierfall.core.types.values import Shard
 
 T = TypeVar("T")
 Pieces = Callable[[xxhash.xxh3_128], Iterable[memoryview]]
@@ -97,25 +92,21 @@ class PulledReader(CheckpointReader):
 
     # What plans ask for ------------------------------------------------------------------------------
 
-    def header(self, shard: Shard) -> ImageHeader:
-        return self._headers([shard.rank])[shard.rank]
+    def header(self, rank: int) -> ImageHeader:
+        return self.headers([rank])[rank]
 
-    def headers(self, world_size: int) -> dict[int, ImageHeader]:
-        return self._headers(range(world_size))
+    def manifests(self, ranks: Iterable[int]) -> dict[int, Manifest]:
+        return {rank: self._known[rank][0] for rank in sorted(ranks)}
 
-    def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
-        wanted = [rank for rank in sorted(ranks) if rank < world_size]
-        self._headers(wanted)
-        return {rank: self._known[rank][0] for rank in wanted}
-
-    def _headers(self, images: Sequence[int]) -> dict[int, ImageHeader]:
+    def headers(self, ranks: Iterable[int]) -> dict[int, ImageHeader]:
         if self._network is None:
             self._meet()
+        images = [rank for rank in sorted(ranks) if rank < self.world_size]
         missing = [image for image in images if image not in self._known]
         run_in_threads(min(READ_THREADS, len(missing)), self._read_header, missing)
         return {image: self._known[image][1] for image in images}
 
-    def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+    def fill(self, fills: Mapping[int, Sequence[Fill]]) -> None:
         needs = {i: chunks_of(self._known[i][0], those) for i, those in fills.items() if those}
         step = CandidateStep(
             id=self.checkpoint.id,
@@ -128,16 +119,14 @@ class PulledReader(CheckpointReader):
             ahead = threading.Thread(target=self._read_ahead, args=(self._expect(),), daemon=True)
             with suppress(RuntimeError):  # at the limit of threads: chunks are read when asked for
                 ahead.start()
-            self._fill_chunks(fills, needs)
-        else:
-            self.fill_here(fills, world_size)
-
-    def open(self, shard: Shard) -> ShardReader:
-        images, manifest = self.find(shard)
-        reader = _SharedChunks(self, shard.rank, images, manifest)
-        return ShardReader(images, manifest, self.tally, self.ring, self.chunks_max, reader=reader)
+        parts = {image: self.part(image, those) for image, those in fills.items()}
+        wanted = ((image, index) for image, indexes in needs.items() for index in indexes)
+        shard = self.ranks.shard
+        order = assign.pull_order(wanted, self._items, shard.rank, shard.world_size)
+        self.read(parts, order, threads_max=2 * READ_THREADS if self._groups else 0)
 
     def close(self) -> None:
+        CheckpointReader.close(self)
         self.ranks.watch(lambda: None)
         self._pool.close()
         if self._network is not None:
@@ -169,10 +158,9 @@ class PulledReader(CheckpointReader):
 
     def _seen(self) -> dict[int, NumberRanges]:
         """Return the images that the records of each tier name here, by the tier's number in the chain."""
-        world_size = self.world_size(self.ranks.shard.world_size)
         commits = {tier: self.checkpoint.copies[tier].commit for tier in self.tiers}
         return {
-            self.order.index(tier): NumberRanges.of(ranks_with_image(commit, world_size))
+            self.order.index(tier): NumberRanges.of(ranks_with_image(commit, self.world_size))
             for tier, commit in commits.items()
             if commit is not None
         }
@@ -219,7 +207,7 @@ class PulledReader(CheckpointReader):
     def _load_here(self, chunk: Chunk) -> LoadedChunk:
         image, index = chunk
         with self._reading:
-            images, manifest = self.find_image(image)
+            images, manifest = self.find(image)
             low, high = manifest.chunk_range(index)
             reader = ChunkReader(images, manifest, self.tally)
             view, tier = reader.read_from(index, allocate(high - low))
@@ -236,35 +224,15 @@ class PulledReader(CheckpointReader):
         """Return a chunk in memory that the other ranks of this node can map, if there are any."""
         return loaded.shared() if len(self.ranks.topology.local_ranks) > 1 else loaded
 
-    def find_image(self, image: int) -> tuple[list[Image], Manifest]:
-        """Open the good copies of an image that this rank sees; raises as ``find`` does."""
-        return self.find(Shard(image, self.world_size(self.ranks.shard.world_size)))
-
     # What this rank needs ----------------------------------------------------------------------------
 
-    def _fill_chunks(
-        self, fills: Mapping[int, Sequence[Fill]], needs: Mapping[int, Sequence[int]]
-    ) -> None:
-        parts = {image: self._part(image, those) for image, those in fills.items()}
-        largest = max((part.manifest.chunk_bytes for part in parts.values()), default=1)
-        ring = self.ring or BufferRing(largest)
-        threads = max(1, min(2 * READ_THREADS, ring.count, 2 * BUFFER_BYTES // largest))
-        wanted = ((image, index) for image, indexes in needs.items() for index in indexes)
-        shard = self.ranks.shard
-        order = assign.pull_order(wanted, self._items, shard.rank, shard.world_size)
+    def part(self, rank: int, fills: Sequence[Fill]) -> ImageFills:
+        manifest = self._known[rank][0]
         try:
-            read_fills(parts, order, threads, ring.pool, ring.streams)
-        finally:
-            if self.ring is None:
-                ring.release()
-
-    def _part(self, image: int, fills: Sequence[Fill]) -> ImageFills:
-        manifest = self._known[image][0]
-        try:
-            images, _ = self.find_image(image) if self._sees(image) else ([], manifest)
+            images = self.find(rank)[0] if self._sees(rank) else []
         except PASSABLE:  # other ranks have it
             images = []
-        return ImageFills(_SharedChunks(self, image, images, manifest), manifest, fills)
+        return ImageFills(_SharedChunks(self, rank, images, manifest), fills)
 
     def _read_header(self, image: int) -> None:
         chunk = (image, HEADER)
@@ -371,11 +339,11 @@ class _SharedChunks(ChunkReader):
 
     def read_from(self, index: int, buffer: memoryview) -> tuple[memoryview, str]:
         of, chunk = self._of, (self._image, index)
-        low, high = self._manifest.chunk_range(index)
+        low, high = self.manifest.chunk_range(index)
 
         def get(source: int) -> tuple[memoryview, str]:
             if of.reads_alone(chunk, source):
-                of.find_image(self._image)  # raises, if it could not be opened
+                of.find(self._image)  # raises, if it could not be opened
                 return ChunkReader.read_from(self, index, buffer)
             is_free = not is_being_filled(buffer)  # by a read of this rank that was given up
             view = (buffer if is_free else allocate(high - low))[: high - low]
@@ -390,7 +358,7 @@ class _SharedChunks(ChunkReader):
         if owner is None:
             return False
         if self._of.reads_alone(chunk, owner):
-            return bool(self._images) and ChunkReader.fill_from_page_cache(self, index, pieces)
+            return bool(self.images) and ChunkReader.fill_from_page_cache(self, index, pieces)
         try:
             self._fill_from(owner, index, pieces)
         except PASSABLE:  # the following read reports it
@@ -399,7 +367,7 @@ class _SharedChunks(ChunkReader):
 
     def _fill_from(self, source: int, index: int, pieces: Pieces) -> str:
         """Bring a chunk of ``source`` into its targets, piece by piece, and verify it; return its tier."""
-        wanted = self._manifest.digests[index]
+        wanted = self.manifest.digests[index]
         loaded = self._of.take((self._image, index), source, wanted)
         digest, start = xxhash.xxh3_128(), 0
         for piece in pieces(digest):
@@ -407,5 +375,5 @@ class _SharedChunks(ChunkReader):
             np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(part, np.uint8))
             start += len(piece)
         found = DIGEST_PREFIX + digest.hexdigest()
-        check_digest(f"rank {source}", self._manifest, index, found)
+        check_digest(f"rank {source}", self.manifest, index, found)
         return self._of.order[loaded.tier]

@@ -22,7 +22,7 @@ from concurrent import futures
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tierfall.core.copies.shard_reader import PASSABLE
+from tierfall.core.copies.checkpoint_reader import PASSABLE
 from tierfall.core.ranks.addresses import is_loopback, listen, own_address
 from tierfall.core.ranks.messages import ErrorMessage, Message
 from tierfall.core.ranks.serving import Server

@@ -1,16 +1,15 @@
 """Resharding: plans to restore a checkpoint of another world size, or of another layout of tensors.
 
 If this rank's own image has the layout of its state, it reads that image, and of other images the tensors that their
-ranks wrote for it: an image's header names the rank that writes a replicated tensor, and that rank's manifest says
-where the bytes are. Else the headers of all images are merged (``core/image/merge.py``), and the ranges that this rank
-needs are read of each (``BlockReads``).
+ranks wrote for it: an image's header names the rank that writes a replicated tensor, and the header of that rank's
+image says where the bytes are. Else the headers of all images are merged (``core/image/merge.py``), and the ranges that
+this rank needs are read of each (``BlockReads``).
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader
-from tierfall.core.format.documents import JsonFields
+from tierfall.core.copies.checkpoint_reader import PASSABLE, CheckpointReader
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
@@ -28,7 +26,6 @@ from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.load.match import SharedMemory
 from tierfall.core.load.plan import ReadPlan
 from tierfall.core.state.item import OnResize
-from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import Shard
@@ -55,25 +52,22 @@ def plan_reads_of_rank(
 
     Raises RestoreError where the state does not fit what was saved.
     """
-    world_size = parts.world_size(shard.world_size)
-    if world_size == shard.world_size:
-        header = parts.header(shard)
+    if parts.world_size == shard.world_size:
+        header = parts.header(shard.rank)
         if not header.complete:
-            return _reshard(
-                parts, make_plan, world_size, shard.rank, ResizeRules(values_of=shard.rank)
-            )
-        manifests = parts.manifests(header.writers, world_size)
-        located = locate(header, manifests, shard.rank)
+            return _reshard(parts, make_plan, shard.rank, ResizeRules(values_of=shard.rank))
+        writers = parts.headers(header.writers)
+        located = locate(header, writers, shard.rank)
         try:
             plan = make_plan(header)
         except RestoreError as error:
-            if world_size == 1:
+            if shard.world_size == 1:
                 raise
             return _in_another_layout(parts, make_plan, shard, header, error)
         for memory in plan.shared:
             _check_shared(parts, memory, located, shard)
-        return plan, plan_reads(parts, located, world_size, plan.targets)
-    return _reshard(parts, make_plan, world_size, shard.rank, resize)
+        return plan, plan_reads(parts, located, plan.targets)
+    return _reshard(parts, make_plan, shard.rank, resize)
 
 
 def _check_shared(
@@ -81,7 +75,7 @@ def _check_shared(
 ) -> None:
     """Raise RestoreError where the bytes of targets that share memory differ, or cannot be read here."""
     try:
-        parts.fill_here(BlockReads(located, memory.targets).fills, shard.world_size)
+        parts.fill_here(BlockReads(located, memory.targets).fills)
     except PASSABLE as error:
         if shard.world_size == 1:
             raise
@@ -102,7 +96,7 @@ def _in_another_layout(
     ``error`` is raised, unless the image holds shards of tensors, of which another layout needs the others."""
     own = ResizeRules(values_of=shard.rank)
     try:
-        return _reshard(parts, make_plan, shard.world_size, shard.rank, own)
+        return _reshard(parts, make_plan, shard.rank, own)
     except PASSABLE as unread:
         if any(stored.piece is not None for stored in header.tensors):
             raise
@@ -111,24 +105,22 @@ def _in_another_layout(
 
 
 def _reshard(
-    parts: CheckpointReader, make_plan: MakePlan, world_size: int, rank: int, resize: ResizeRules
+    parts: CheckpointReader, make_plan: MakePlan, rank: int, resize: ResizeRules
 ) -> tuple[ReadPlan, Callable[[], None]]:
-    merged = merge_images(parts, world_size, rank, resize)
+    merged = merge_images(parts, rank, resize)
     plan = make_plan(merged.header)
-    return plan, plan_reads(parts, merged, world_size, plan.targets)
+    return plan, plan_reads(parts, merged, plan.targets)
 
 
-def merge_images(
-    parts: CheckpointReader, world_size: int, rank: int, resize: ResizeRules
-) -> MergedHeader:
+def merge_images(parts: CheckpointReader, rank: int, resize: ResizeRules) -> MergedHeader:
     """Read and merge the headers of all images, for ``rank`` of those that restore."""
-    headers = parts.headers(world_size)
-    what = f"{parts.checkpoint.id} of {world_size} ranks"
+    headers = parts.headers(range(parts.world_size))
+    what = f"{parts.checkpoint.id} of {parts.world_size} ranks"
     return merge_headers(headers, what=what, own=resize.values_of, rank=rank, rules=resize.rules)
 
 
 def plan_reads(
-    parts: CheckpointReader, merged: MergedHeader, world_size: int, targets: Iterable[BlockTarget]
+    parts: CheckpointReader, merged: MergedHeader, targets: Iterable[BlockTarget]
 ) -> Callable[[], None]:
     """Return a function that reads the targets, by where the blocks of their tensors are."""
     compared = {
@@ -136,12 +128,11 @@ def plan_reads(
         for position, others in merged.replicas.items()
         for block in (*merged.blocks[position], *others)
     }
-    manifests = parts.manifests(compared, world_size)
+    manifests = parts.manifests(compared)
     reads = BlockReads(merged, targets, same=_known_equal(merged, manifests))
 
     def fill() -> None:
-        parts.manifests(reads.fills, world_size)  # of images whose headers were not read before
-        parts.fill(reads.fills, world_size)
+        parts.fill(reads.fills)
         reads.finish()
 
     return fill
@@ -165,17 +156,22 @@ def bytes_identity(manifest: Manifest, block: TensorBlock | StoredTensor) -> tup
     return block.start, block.end, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
 
 
-def locate(header: ImageHeader, manifests: Mapping[int, Manifest], rank: int) -> MergedHeader:
-    """Return where the tensors of the image of ``rank`` are: in it, or in the images of other ranks, which write them,
-    by their manifests. Raises IntegrityError where one of these does not have it: no memory is allocated for a tensor
+def locate(header: ImageHeader, writers: Mapping[int, ImageHeader], rank: int) -> MergedHeader:
+    """Return where the tensors of the image of ``rank`` are: in it, or in the images of ``writers``, which write them,
+    by their headers. Raises IntegrityError where one of these does not have it: no memory is allocated for a tensor
     that is only claimed."""
-    tables = {other: _table(manifest) for other, manifest in manifests.items()}
+    starts = {
+        (other, t.name, t.dtype, t.piece, t.shape): t.start
+        for other, written in writers.items()
+        for t in written.tensors
+        if t.written_by is None
+    }
     blocks = []
     for stored in header.tensors:
         owner, start = rank, stored.start
         if stored.written_by is not None:
             owner = stored.written_by
-            found = tables[owner].get(_described(stored)) if owner in tables else None
+            found = starts.get((owner, stored.name, stored.dtype, stored.piece, stored.shape))
             if found is None:
                 raise IntegrityError(
                     f"{header.what}: {stored.name} is not there: rank {owner} was to write it for rank {rank}"
@@ -190,44 +186,6 @@ def locate(header: ImageHeader, manifests: Mapping[int, Manifest], rank: int) ->
         )
         blocks.append((block,))
     return MergedHeader(header=header, blocks=blocks, replicas={})
-
-
-_Described = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _described(stored: StoredTensor) -> _Described:
-    lengths = stored.shape
-    shape, offset = lengths, (0,) * len(lengths)
-    if stored.piece is not None:
-        shape, offset = stored.piece.shape, stored.piece.offset
-    return stored.name, dtypes.name_of(stored.dtype), shape, offset, lengths
-
-
-def _table(manifest: Manifest) -> dict[_Described, int]:
-    """Return the start of each tensor of a manifest; entries that describe no tensor are left out."""
-    data_bytes = manifest.image_bytes - manifest.data_start
-    table = {}
-    for entry in json.loads(manifest.pieces):
-        found = _read(entry, data_bytes, f"manifest of {manifest.lineage.checkpoint}")
-        if found is not None:
-            table[found[0]] = found[1]
-    return table
-
-
-def _read(entry: Any, data_bytes: int, what: str) -> tuple[_Described, int] | None:
-    if not isinstance(entry, dict):
-        return None
-    reader = JsonFields(entry, what)
-    shape, offset, lengths = (
-        tuple(reader.list_of(name, int)) for name in ("shape", "offset", "lengths")
-    )
-    dtype = dtypes.from_name(reader.get("dtype", str))
-    start, end = reader.number("start", 0, data_bytes), reader.number("end", 0, data_bytes)
-    if dtype is None or not dtypes.is_shape(list(lengths)):
-        return None
-    if end - start != dtypes.byte_count(dtype, lengths):
-        return None
-    return (reader.get("name", str), dtypes.name_of(dtype), shape, offset, lengths), start
 
 
 # Reads of blocks ----------------------------------------------------------------------------------

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
+from tierfall.core.copies.checkpoint_reader import PASSABLE, CheckpointReader
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
-from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.load.plan import ReadPlan
 from tierfall.core.restore.candidates import RestoreRequest, unread_text
 from tierfall.core.restore.reshard import MakePlan, ResizeRules, plan_reads_of_rank
 from tierfall.core.tensors.tensors import AddressRange, AddressRanges
-from tierfall.core.types.errors import RanksError, RestoreError, TierfallError
+from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, TierfallError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Shard
 
+T = TypeVar("T")
 logger = logging.getLogger("tierfall")
 
 RESIZE = ResizeRules()
@@ -71,92 +74,93 @@ class EndedError(TierfallError):
         self.failure = failure
 
 
+class DamagedError(RestoreError, IntegrityError):
+    """A part of the checkpoint that was named is damaged in every copy, so an older one may be read. All ranks raise
+    it."""
+
+
 Together = Callable[[KnownCheckpoint, BaseException | None], RankFailure | None]
 """Agrees with the other ranks on the end of a checkpoint: given is this rank's error, or None; returned is the failure
 that all ranks follow, or None."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What may be restored, newest first, and how its images are opened."""
-
-    candidates: Sequence[KnownCheckpoint]
-    open_image: OpenImage
-
-
-MakeReader = Callable[[KnownCheckpoint, Sequence[str], OpenImage, ReadTally], CheckpointReader]
-ChooseAgain = Callable[[RestoreRequest], Choice]
-"""Lists the tiers again, and chooses, on all ranks together."""
+Choose = Callable[[RestoreRequest], Sequence[KnownCheckpoint]]
+"""Lists the tiers, and returns what may be restored, newest first, the same on all ranks."""
+MakeReader = Callable[[KnownCheckpoint, Sequence[str], ReadTally], CheckpointReader]
 
 
 def fill_first(
-    chosen: Choice,
+    choose: Choose,
     request: RestoreRequest,
     tally: ReadTally,
     *,
     make_plan: MakePlan,
     shard: Shard,
-    make_reader: MakeReader = CheckpointReader,
     resize: ResizeRules = RESIZE,
-    together: Together | None = None,
-    choose_again: ChooseAgain | None = None,
-) -> RestoreResult:
-    """Fill the targets of a plan from the first of the ``chosen`` candidates that is good. However it ends, no copy
-    onto a device is in progress. ``make_reader`` opens a checkpoint on its tiers, fastest first; its reader is closed
-    once all ranks agree on the end of that checkpoint.
-
-    With several ranks, the candidates are the same on all. ``together`` is called once per candidate, however filling
-    it ended; where any rank failed, all pass the candidate over, or all end: the failing rank with its own error, the
-    others with a RestoreError that names it. An error that is no Exception, as Ctrl-C, is raised unchanged. The rules
-    of ``resize`` reshard a checkpoint of other ranks. After each checkpoint that was passed over, which a trainer may
-    have deleted, ``choose_again`` replaces the candidates that are left.
+    **how: Any,
+) -> RestoreResult | None:
+    """Fill the targets of a plan from the first candidate that is good; None if there is no candidate. However it ends,
+    no copy onto a device is in progress. The rules of ``resize`` reshard a checkpoint of other ranks; ``how`` are
+    further arguments of ``read_first``, whose errors it raises.
 
     Steps are never mixed: a RestoreError names tensors that a checkpoint which was skipped may have written to, and
-    that the next one does not fill. Raises RestoreError with all that was tried; its text tells when targets are half
-    filled.
+    that the next one does not fill.
     """
-    progress = _Progress(request, tally)
     written: dict[AddressRange, tuple[str, CheckpointId]] = {}
-    left = list(chosen.candidates)
-    while left:
-        checkpoint = progress.checkpoint = left.pop(0)
-        plan: ReadPlan | None = None
-        fill: Callable[[], None] | None = None  # that of the candidate before holds its targets
-        error: BaseException | None = None
-        is_cut_off = False
-        tiers = _tiers(checkpoint, request)
-        parts = make_reader(checkpoint, tiers, chosen.open_image, tally)
+    tried: list[tuple[CheckpointReader, ReadPlan]] = []
+
+    def read(parts: CheckpointReader) -> ReadPlan:
+        while tried:  # it was passed over
+            written.update(_may_have_written(*tried.pop()))
+        plan, fill = plan_reads_of_rank(parts, make_plan, shard, resize)
+        tried.append((parts, plan))
+        id = parts.checkpoint.id
+        _check_none_left(plan, written, f"{request.operation} of {id}", id)
+        fill()
+        return plan
+
+    found = read_first(choose, request, tally, read, **how)
+    if found is None:
+        return None
+    parts, plan = found
+    parts.close()
+    return RestoreResult(checkpoint=parts.checkpoint, plan=plan, tally=tally)
+
+
+def read_first(
+    choose: Choose,
+    request: RestoreRequest,
+    tally: ReadTally,
+    read: Callable[[CheckpointReader], T],
+    *,
+    make_reader: MakeReader,
+    together: Together | None = None,
+) -> tuple[CheckpointReader, T] | None:
+    """Return what ``read`` reads of the first candidate that is good, and the reader of that, which the caller closes;
+    None if there is no candidate.
+
+    ``choose`` is called again after each checkpoint that was passed over: a trainer may have deleted others.
+    ``make_reader`` opens a checkpoint on its tiers, fastest first; the reader is closed once all ranks agree on its
+    end. Raises what ``Progress.read`` raises, and RestoreError with all that was tried.
+    """
+    progress = Progress(request, tally, together)
+    candidates = choose(request)
+    if not candidates:
+        return None
+    while candidates:
+        checkpoint = candidates[0]
+        with ExitStack() as closing:
+            parts = make_reader(checkpoint, _tiers(checkpoint, request), tally)
+            closing.callback(parts.close)
+            found = progress.read(parts, read)
+            if found is not None:
+                closing.pop_all()
+                return parts, found
+        request = replace(request, without=request.without | {checkpoint.id})
         try:
-            plan, fill = plan_reads_of_rank(parts, make_plan, shard, resize)
-            _check_none_left(plan, written, progress)
-            fill()
-        except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below
-            progress.touched |= parts.touched
-            is_cut_off = isinstance(failure, RanksError)  # of an agreement: no other one is tried
-            error = progress.classify(failure)
-        progress.touched |= parts.touched
-        try:
-            failure_elsewhere = None
-            if not is_cut_off:
-                failure_elsewhere = progress.end_together(together, error)
-            if error is not None and not isinstance(error, (*PASSABLE, EndedError)):
-                raise error
-            if failure_elsewhere is not None:
-                progress.follow(failure_elsewhere, error)
-            elif plan is not None and error is None:
-                return RestoreResult(checkpoint=checkpoint, plan=plan, tally=tally)
-            if plan is not None and parts.touched:
-                written |= {each: (name, checkpoint.id) for each, name in plan.in_place().items()}
-        finally:
-            parts.close()
-            del error  # its traceback holds this frame, and so the targets
-        if choose_again is not None:
-            request = replace(request, without=request.without | {checkpoint.id})
-            try:
-                chosen = choose_again(request)
-            except TierfallError as failure:
-                raise progress.final_error(failure, request.operation) from failure
-            left = list(chosen.candidates)
+            candidates = choose(request)
+        except TierfallError as failure:
+            raise progress.final_error(failure, request.operation) from failure
     raise RestoreError(
         f"{request.operation}: none of the checkpoints can be read whole: "
         + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
@@ -164,33 +168,44 @@ def fill_first(
     )
 
 
+def _may_have_written(
+    parts: CheckpointReader, plan: ReadPlan
+) -> dict[AddressRange, tuple[str, CheckpointId]]:
+    names = plan.in_place() if parts.touched else {}
+    return {each: (name, parts.checkpoint.id) for each, name in names.items()}
+
+
 def _check_none_left(
-    plan: ReadPlan, written: Mapping[AddressRange, tuple[str, CheckpointId]], progress: _Progress
+    plan: ReadPlan,
+    written: Mapping[AddressRange, tuple[str, CheckpointId]],
+    what: str,
+    id: CheckpointId,
 ) -> None:
     """Raise RestoreError where tensors would keep what a checkpoint that was skipped may have ``written`` to them."""
     filled = AddressRanges(plan.in_place() if written else ())
     left = {
-        name: id
-        for each, (name, id) in written.items()
+        name: other
+        for each, (name, other) in written.items()
         if not filled.contains(each) and not plan.replaces(name)
     }
     if not left:
         return
-    those = format_some([str(id) for id in sorted({*left.values()})])
+    those = format_some([str(other) for other in sorted({*left.values()})])
     raise RestoreError(
-        f"{progress.what}: it does not have {format_some([*left])}, which {those}, tried first and skipped, may have "
+        f"{what}: it does not have {format_some([*left])}, which {those}, tried first and skipped, may have "
         "written to: bytes of another step, not all of them verified, would remain there. Create the state again, or "
-        f"set these tensors to their initial values, and name the step (step={progress.checkpoint.id.step})"
+        f"set these tensors to their initial values, and name the step (step={id.step})"
     )
 
 
 @dataclass(slots=True)
-class _Progress:
-    """What a restore has come to: the ``checkpoint`` that is tried, and whether targets were ``touched``. Decides what
-    follows a failure."""
+class Progress:
+    """What a restore has come to: the ``checkpoint`` that is tried, and whether targets were ``touched``. ``together``
+    is called once per candidate, however reading it ended."""
 
     request: RestoreRequest
     tally: ReadTally
+    together: Together | None = None
     checkpoint: KnownCheckpoint = field(init=False)
     touched: bool = False
 
@@ -202,33 +217,60 @@ class _Progress:
     def half_filled(self) -> str:
         return HALF_FILLED if self.touched and self.request.in_place else ""
 
-    def classify(self, error: BaseException) -> BaseException:
+    def read(self, parts: CheckpointReader, read: Callable[[CheckpointReader], T]) -> T | None:
+        """Return what ``read`` returns, once all ranks have read their part of a checkpoint; None if all pass it over,
+        since a part is damaged in every copy. DamagedError if it was named.
+
+        If any rank failed otherwise, all end: that rank with its own error, the others with a RestoreError that names
+        it. An error that is no Exception, as Ctrl-C, is raised unchanged. The text of an error tells if targets are
+        half filled.
+        """
+        self.checkpoint = parts.checkpoint
+        found: T | None = None
+        error: BaseException | None = None
+        reason: object = None
+        is_cut_off = False
+        try:
+            found = read(parts)
+        except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below
+            self.touched |= parts.touched
+            is_cut_off = isinstance(failure, RanksError)  # of an agreement: no other one is tried
+            error = self._classify(failure)
+        self.touched |= parts.touched
+        try:
+            failed = None if is_cut_off else self._end_together(error)
+            if error is not None and not isinstance(error, (*PASSABLE, EndedError)):
+                raise error
+            reason = error if failed is None else self._follow(failed, error)
+            if reason is not None and self.request.step is not None:
+                kind = RestoreError if self.request.ignore_unreachable else DamagedError
+                raise kind(f"{self.what}: {reason}{self.half_filled}") from error
+            return found if reason is None else None
+        finally:
+            del error, reason  # its traceback holds this frame, and so the targets
+
+    def _classify(self, error: BaseException) -> BaseException:
         """Return the error itself if an older step may be tried (one of PASSABLE, which is damage unless the request
         says otherwise), or if another rank has failed (EndedError); else the error that the restore ends with."""
-        request = self.request
         if isinstance(error, EndedError):
             return error
         if not isinstance(error, PASSABLE):
             return self.final_error(error, self.what)
         if not error.is_damage:
             self.tally.found_unread(self.checkpoint.id)
-            if not request.ignore_unreachable:
-                text = unread_text(self.what, error, request)
+            if not self.request.ignore_unreachable:
+                text = unread_text(self.what, error, self.request)
                 return _with_cause(RestoreError(text + self.half_filled), error)
         self._log_fallback(error)
-        if request.step is not None:
-            return _with_cause(RestoreError(f"{self.what}: {error}{self.half_filled}"), error)
         return error
 
-    def end_together(
-        self, together: Together | None, error: BaseException | None
-    ) -> RankFailure | None:
+    def _end_together(self, error: BaseException | None) -> RankFailure | None:
         """Agree with the other ranks on the end of the checkpoint. That they cannot be reached ends the restore, unless
         an error of this rank has ended it already."""
-        if together is None:
+        if self.together is None:
             return None
         try:
-            return together(self.checkpoint, error)
+            return self.together(self.checkpoint, error)
         except BaseException as lost:
             over = error is not None and not isinstance(error, (*PASSABLE, EndedError))
             if over and isinstance(lost, Exception):
@@ -240,20 +282,22 @@ class _Progress:
                 raise lost
             raise ended from lost
 
-    def follow(self, failure_elsewhere: RankFailure, error: BaseException | None) -> None:
-        """Follow another rank's failure: end the restore, or pass the checkpoint over."""
-        text = f"rank {failure_elsewhere.rank}: {failure_elsewhere.message}"
-        if failure_elsewhere.permanent or self.request.ignore_unreachable:
+    def _follow(self, failed: RankFailure, error: BaseException | None) -> object:
+        """Follow a rank's failure: end the restore, or return why the checkpoint is passed over."""
+        text = f"rank {failed.rank}: {failed.message}"
+        if failed.permanent or self.request.ignore_unreachable:
             self.tally.found_unread(self.checkpoint.id)  # perhaps damaged: the message does not say
-        if failure_elsewhere.permanent:
+        if failed.permanent:
             raise RestoreError(f"{self.what}: {text}{self.half_filled}")
-        if error is None or isinstance(error, EndedError):
-            self._log_fallback(text)
+        if error is not None and not isinstance(error, EndedError):
+            return error
+        self._log_fallback(text)
+        return text
 
     def _log_fallback(self, reason: object) -> None:
         id = self.checkpoint.id
         self.tally.add_skipped(f"step {id}", reason, id)
-        logger.error("restore: step %s is skipped: %s", id, reason)
+        logger.error("%s: step %s is skipped: %s", self.request.operation, id, reason)
 
     def final_error(self, error: BaseException, of: str) -> BaseException:
         """Return the error that a restore ends with. It tells whether targets were touched; an error of an agreement

@@ -34,6 +34,8 @@ from __future__ import annotations
 import traceback
 from typing import ClassVar
 
+from pydantic_core import core_schema
+
 from tierfall.core.types.text import without_secrets
 
 
@@ -45,6 +47,13 @@ class TierfallError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_secrets(a) if isinstance(a, str) else a for a in args))
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: object, handler: object
+    ) -> core_schema.CoreSchema:
+        """An error in a message between ranks; see ``core/ranks/messages.py:ErrorMessage``."""
+        return core_schema.no_info_plain_validator_function(_of_message)
 
 
 def is_damage(error: BaseException | None) -> bool:
@@ -147,6 +156,13 @@ class UnreachableError(BackendError):
     """The store did not answer, or failed temporarily: nothing is known about its content."""
 
     retryable: ClassVar[bool] = True
+
+
+def _of_message(body: object) -> TierfallError:
+    match body:
+        case {"kind": str(kind), "text": str(text)}:
+            return error_class(kind, RanksError)(text)
+    raise ValueError("expected an error")
 
 
 def error_class(name: str, otherwise: type[TierfallError]) -> type[TierfallError]:

@@ -167,7 +167,7 @@ class OnError(StrEnum):
 
 
 class ExportFormat(StrEnum):
-    """The format of an export."""
+    """The format of an export, or of what is imported."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"

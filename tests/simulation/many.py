@@ -209,7 +209,8 @@ class Many:
                 for rank in self.ranks if reads_all else ():
                     rank.read_rest()
                 described = {rank.number: rank.described() for rank in self.ranks}
-                chosen = choose_candidates(described, order, request).order
+                commits = choose_candidates(described, order, request).commits
+                chosen = [commit.lineage.checkpoint for commit in commits]
                 if (found := next(filter(self.is_read_whole, chosen), None)) is not None:
                     return found
         except RestoreError as error:

@@ -19,10 +19,10 @@ from tests.simulation.mounts import MachineFile
 from tests.simulation.peer_wires import RUN, WiredPeer, Wires
 from tests.simulation.rank import Rank
 from tests.simulation.world import FakeMemory, FakeRegion
-from tierfall.core.copies import shard_reader
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies.placement import place_copies
+from tierfall.setup import peers
 from tierfall.setup.host_memory import is_ours
 from tierfall.setup.peers import recover_image
 from tierfall.setup.start import Start
@@ -102,7 +102,7 @@ class PeerRank(Rank):
         """Bring this rank's image back from the machines that keep it, as ``OpenedTiers`` does before it lists."""
         known = partial(is_ours, self.stores, self.listings)
         with (
-            patch.object(shard_reader, "run_in_threads", _in_turn),
+            patch.object(peers, "run_in_threads", _in_turn),
             patch.object(self.world.wires, "on_request", self.world.on_recovery_request),
         ):
             for client in self.world.keepers_of(self):

@@ -40,9 +40,9 @@ from tierfall.core.capture.snapshot import (
     SaveGivenUp,
     Snapshot,
 )
+from tierfall.core.copies.checkpoint_reader import PASSABLE, find_images
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.images import Image, RegionImage, StoredImage
-from tierfall.core.copies.shard_reader import PASSABLE, find_images
 from tierfall.core.flush.tasks import CommandKind, Task
 from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.documents import Spliced, dumps, sha256

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tierfall.core.copies.shard_reader import OpenImage
+from tierfall.core.copies.checkpoint_reader import OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.documents import sha256
 from tierfall.core.image.header import ImageHeader

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from tierfall.backends.posix.system import fallocate
+from tierfall.core.copies.checkpoint_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, merge_headers
@@ -39,7 +39,7 @@ from tierfall.core.image.tree import (
 from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.restore.reshard import BlockReads, bytes_identity
 from tierfall.core.types.errors import IntegrityError, RestoreError
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId
 from tierfall.export.output import CAST
 from tierfall.export.structure import StatePart
 from tierfall.ops.commands import Progress, Watch
@@ -89,7 +89,6 @@ class MergedCheckpoint:
     id: CheckpointId
     merged: MergedHeader
     images: CheckpointReader
-    world_size: int
     own: str | None
 
     @property
@@ -141,7 +140,7 @@ class MergedCheckpoint:
 
     def _fill(self, targets: Sequence[BlockTarget]) -> None:
         reads = BlockReads(self.merged, targets)
-        self.images.fill_here(reads.fills, self.world_size)
+        self.images.fill_here(reads.fills)
         reads.finish()
 
     def _rows(self, position: int) -> Iterator[BlockTarget]:
@@ -182,8 +181,8 @@ def gather(
     images = CheckpointReader(checkpoint, tiers, open_image, ReadTally(), None, CHUNKS_MAX)
     world_size = commit.world_size
     headers, own = separate_per_rank(
-        images.headers(world_size),
-        lambda rank, pairs: _differing(images, Shard(rank, world_size), pairs),
+        images.headers(range(world_size)),
+        lambda rank, pairs: _differing(images, rank, pairs),
     )
     of = f" of {world_size} ranks" if world_size > 1 else ""
     merged = merge_headers(headers, what=f"{checkpoint.id}{of}", own=0)
@@ -192,7 +191,6 @@ def gather(
         id=checkpoint.id,
         merged=replace(merged, replicas={}),  # of what rank 0 lacks, any rank's is exported
         images=images,
-        world_size=world_size,
         own=own if any(key == own for key, _ in merged.header.tree.entries) else None,
     )
 
@@ -201,12 +199,11 @@ def gather(
 
 
 def _differing(
-    images: CheckpointReader, own: Shard, pairs: Sequence[TensorPair]
+    images: CheckpointReader, own: int, pairs: Sequence[TensorPair]
 ) -> frozenset[TensorPair]:
     """Return the pairs whose bytes differ. Equal digests of their chunks prove equality; other pairs are read, some at
     once, since neighbours share chunks."""
-    first = Shard(0, own.world_size)
-    mine, its = images.find(own)[1], images.find(first)[1]
+    mine, its = images.find(own)[1], images.find(0)[1]
     slices: list[Slice] = [
         (pair, at, min(at + COMPARED_BYTES, pair.own.length))
         for pair in dict.fromkeys(pairs)
@@ -218,17 +215,17 @@ def _differing(
     for batch in in_batches(slices, lambda piece: piece[2] - piece[1], COMPARED_BYTES):
         ours = [(p.own.start + low, p.own.start + high) for p, low, high in batch]
         theirs = [(p.first.start + low, p.first.start + high) for p, low, high in batch]
-        read = zip(batch, _read(images, own, ours), _read(images, first, theirs), strict=True)
+        read = zip(batch, _read(images, own, ours), _read(images, 0, theirs), strict=True)
         found.update(pair for (pair, *_), one, other in read if not torch.equal(one, other))
     return frozenset(found)
 
 
 def _read(
-    images: CheckpointReader, shard: Shard, ranges: Sequence[tuple[int, int]]
+    images: CheckpointReader, rank: int, ranges: Sequence[tuple[int, int]]
 ) -> list[torch.Tensor]:
     read = {span: torch.empty(span[1] - span[0], dtype=torch.uint8) for span in sorted(set(ranges))}
     fills = [Fill(start=s, end=e, targets=(t,)) for (s, e), t in read.items()]
-    images.fill_here({shard.rank: fills}, shard.world_size)
+    images.fill_here({rank: fills})
     return [read[span] for span in ranges]
 
 

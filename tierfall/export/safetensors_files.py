@@ -19,7 +19,6 @@ from tierfall.core.image.layout import plan_layout
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import format_some
-from tierfall.core.types.values import Shard
 from tierfall.export.gather import MergedCheckpoint, in_batches, mapped_file
 from tierfall.export.output import CAST, ExportOptions, file_name, new_output
 from tierfall.export.structure import StatePart, Structure, entries_of, tensors_of, values_of
@@ -135,9 +134,8 @@ def _export_image(
     gathered: MergedCheckpoint, parts: Sequence[StatePart], path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
     """Write a whole step as the image of one rank: that of a single rank as it is."""
-    if gathered.world_size == 1:
-        with gathered.images.open(Shard(0, 1)) as image:
-            manifest, head = image.manifest, image.header_bytes()
+    if gathered.images.world_size == 1:
+        manifest, head = gathered.images.find(0)[1], bytes(gathered.images.header_bytes(0))
         data_bytes = manifest.image_bytes - manifest.data_start
         blocks = enumerate(gathered.merged.blocks)
         places = {position: [(b.start, b.end) for b in own] for position, own in blocks}

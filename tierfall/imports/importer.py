@@ -24,12 +24,12 @@ from tierfall.core.tensors import names
 from tierfall.core.types.errors import CaptureError, ConfigError, StepError, TierfallError
 from tierfall.core.types.keys import STEP_MAX
 from tierfall.core.types.text import format_some
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId, ExportFormat, Shard
 from tierfall.export.structure import CARRIED
 from tierfall.imports.dcp_files import DcpFolder
 from tierfall.imports.own_exports import read_image, read_own_dcp, read_own_torch
 from tierfall.imports.safetensors_files import read_safetensors
-from tierfall.imports.sources import Format, find_source
+from tierfall.imports.sources import find_source
 from tierfall.imports.state import ImportedState, is_module
 from tierfall.imports.torch_files import read_torch
 from tierfall.ops.commands import (
@@ -58,7 +58,7 @@ class ReadState:
     """What was read of a source: its state, and how the bytes of a tensor of ``view`` are found. ``is_stale``: another
     program has saved into the folder of an export."""
 
-    format: Format
+    format: ExportFormat
     entries: tuple[str, ...]
     stripped: int
     view: StateView
@@ -71,7 +71,7 @@ class ImportResult:
     """What was imported: the entries of the state, and the stored tiers that have it; ``left`` do not have it yet."""
 
     id: CheckpointId
-    format: Format
+    format: ExportFormat
     entries: tuple[str, ...]
     tensors: int
     bytes: int
@@ -91,13 +91,13 @@ def read_state(path: Path, entry: str | None = None) -> ReadState:
     found: Mapping[Any, Any] | None = None
     load: Load = lambda tensor: tensor  # noqa: E731
     match source.format:
-        case Format.SAFETENSORS:
+        case ExportFormat.SAFETENSORS:
             found = read_safetensors(source)
             own = None if found is not None else read_image(source.path, entry)
-        case Format.TORCH:
+        case ExportFormat.TORCH:
             own = read_own_torch(source.path, entry)
             found = None if own is not None else read_torch(source.path)
-        case Format.DCP:
+        case ExportFormat.DCP:
             folder = DcpFolder(source.path)
             load = folder.load
             own = read_own_dcp(source.path, folder, entry)
@@ -123,7 +123,7 @@ def read_state(path: Path, entry: str | None = None) -> ReadState:
         stripped=state.stripped,
         view=view,
         load=load,
-        is_stale=source.format is Format.DCP and (source.path / CARRIED).exists(),
+        is_stale=source.format is ExportFormat.DCP and (source.path / CARRIED).exists(),
     )
 
 

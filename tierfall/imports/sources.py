@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 import stat
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.values import ExportFormat
 from tierfall.export.structure import CARRIED
 
 INDEX = ".safetensors.index.json"
@@ -95,17 +95,11 @@ _PARTS = (
 then, and the message."""
 
 
-class Format(StrEnum):
-    SAFETENSORS = "safetensors"
-    TORCH = "torch"
-    DCP = "dcp"
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint of another program: ``path`` is its file, the index of its shards, or the folder of DCP."""
 
-    format: Format
+    format: ExportFormat
     path: Path
 
 
@@ -169,19 +163,19 @@ def _in_folder(folder: Path, only: Path | None = None) -> Source:
             f"import: {folder} holds {len(found)} checkpoints: {shown}; name one of them"
         )
     if of_dcp:
-        return Source(Format.DCP, folder)
+        return Source(ExportFormat.DCP, folder)
     return Source(_format_of(found[0]), found[0])
 
 
-def _format_of(path: Path) -> Format:
+def _format_of(path: Path) -> ExportFormat:
     if path.name.endswith(INDEX):
-        return Format.SAFETENSORS
+        return ExportFormat.SAFETENSORS
     with open(path, "rb") as file:
         first = file.read(32)
     if first.startswith(_ZIP) or _MAGIC[2:] in first or (first and _MAGIC.startswith(first)):
-        return Format.TORCH
+        return ExportFormat.TORCH
     if first[8:9] == b"{":
-        return Format.SAFETENSORS
+        return ExportFormat.SAFETENSORS
     known = next((text for start, text in _BEGINNINGS.items() if first.startswith(start)), "")
     shown = first[:9].hex() or "it is empty"
     found = known or f"has no known format ({len(first[:9])} bytes read: {shown})"

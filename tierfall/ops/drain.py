@@ -435,7 +435,7 @@ class _Drain:
         """Send images to a tier, for which older copies make room if need be. Raises CapacityError."""
         store, limits = part.store, lane_limits(part.store, self._config)
         sizes = sizes_on(store, source.commit.lineage.checkpoint)
-        manifests = {shard: source.images.find(shard)[1] for shard in shards}
+        manifests = {shard: source.images.find(shard.rank)[1] for shard in shards}
         need = sum(
             manifest.image_bytes
             for shard, manifest in manifests.items()

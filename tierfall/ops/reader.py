@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 from tierfall.backends.posix.backend import NoFolderError
 from tierfall.config import Config, PeerTierConfig, load_config
 from tierfall.config.fields import is_address
-from tierfall.core.copies.shard_reader import OpenImage, image_opener
+from tierfall.core.copies.checkpoint_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Lineage, parse_commit
 from tierfall.core.runtime.bounded_calls import BoundedCalls

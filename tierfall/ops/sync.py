@@ -18,9 +18,9 @@ from typing import TypeVar
 
 from tierfall.config import Config
 from tierfall.core.compression.codec import frame_bytes_max
+from tierfall.core.copies.checkpoint_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.image_writes import aborted_on_failure, publish_image
-from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
 from tierfall.core.flush.lane import LaneLimits
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
@@ -155,7 +155,7 @@ def send(
     sizes = {} if anew else sizes_on(store, id)
     files: list[NamedFile] = []
     for shard in shards:
-        found, manifest = source.images.find(shard)
+        found, manifest = source.images.find(shard.rank)
         if held := held_files(store, source.commit, shard, sizes, manifest):
             files += held
             on_bytes(manifest.image_bytes)
@@ -390,8 +390,7 @@ def _copy(
 def _open_whole(checkpoint: KnownCheckpoint, tiers: Sequence[str], reader: RunReader) -> Source:
     """Open a checkpoint as ``open_source`` does. Raises IntegrityError if an image of some rank cannot be read."""
     source = open_source(checkpoint, tiers, reader.opener())
-    world_size = source.commit.world_size
-    source.images.manifests(range(world_size), world_size)  # before anything is written
+    source.images.manifests(range(source.commit.world_size))  # before anything is written
     return source
 
 

@@ -30,7 +30,7 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import finish_on_all_ranks
 from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
-from tierfall.core.restore.restore import RestoreResult
+from tierfall.core.restore.restore import RestoreResult, fill_first
 from tierfall.core.runtime.callbacks import check_callback
 from tierfall.core.runtime.public_calls import public_call, public_class
 from tierfall.core.state.item import resize_rules
@@ -272,8 +272,11 @@ class Checkpointer:
         """Read what ``plan`` plans, on all ranks or none; if ``continues``, the lineage continues from it. Without a
         checkpoint, saving may begin."""
         opened, ranks = self._opened, self._session.ranks
-        restored = opened.fill(request, plan, rules)
+        request = replace(request, continues=continues)
+        fill = partial(fill_first, make_plan=plan, shard=ranks.shard, resize=rules)
+        restored = opened.read_newest(request, fill)
         if restored is None:
+            opened.warn_of_other_runs()
             opened.begin_anew()
             return None
         id = restored.checkpoint.id
@@ -281,7 +284,6 @@ class Checkpointer:
             ranks,
             restored.plan.finish,
             id,
-            continues=continues,
             saved=self._lineage.saved_any,
             request=request,
             timeout_s=opened.patience_s,

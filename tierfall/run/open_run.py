@@ -15,21 +15,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from tierfall.config import Config
 from tierfall.config.fields import signals_named
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import FoundDamage, ReadTally
-from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.pulled_reader import PulledReader
-from tierfall.core.restore.reshard import ResizeRules
-from tierfall.core.restore.restore import HALF_FILLED, Choice, RestoreResult, Together, fill_first
+from tierfall.core.restore.restore import HALF_FILLED, Together
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.state.omissions import omissions, unsaved_parameters
@@ -52,6 +52,7 @@ from tierfall.setup.start import all_ranks_or_none, catalog_of, take_attempt
 from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers, tier_rules
 from tierfall.telemetry.step_timer import StepClock
 
+T = TypeVar("T")
 logger = logging.getLogger("tierfall")
 OPEN: set[OpenRun] = set()
 """The runs that are open in this process, and those that a fork has inherited."""
@@ -397,38 +398,20 @@ class OpenRun:
             operation=doing,
         )
 
-    def fill(
-        self, request: RestoreRequest, make_plan: Callable[[Any], Any], resize: ResizeRules
-    ) -> RestoreResult | None:
-        """Fill what ``make_plan`` plans from the newest good checkpoint, on all ranks; None where there is none.
+    def read_newest(self, request: RestoreRequest, read_first: Callable[..., T]) -> T | None:
+        """Return what ``read_first``, such as ``restore.read_first``, reads of the newest good checkpoint, on all
+        ranks; None where there is none.
 
         Raises RestoreError where no candidate can be read whole.
         """
         session, tally = self.session, self.session.new_tally()
-        ranks = session.ranks
 
-        def choose_now(request: RestoreRequest) -> Choice:
-            candidates = self.candidates(request, tally)
-            return Choice(candidates=candidates, open_image=session.tiers.opener())
-
-        chosen = choose_now(request)
-        if not chosen.candidates:
-            self._warn_of_other_runs()
-            return None
+        choose_now = partial(self.candidates, tally=tally)
+        how = {"make_reader": self.reader, "together": self.barrier()}
         with session.holds.hold("restore", tally.describe, level=logging.INFO):
-            return fill_first(
-                chosen,
-                request,
-                tally,
-                make_plan=make_plan,
-                shard=ranks.shard,
-                make_reader=self.reader,
-                resize=resize,
-                together=self.barrier(),
-                choose_again=choose_now,
-            )
+            return read_first(choose_now, request, tally, **how)
 
-    def _warn_of_other_runs(self) -> None:
+    def warn_of_other_runs(self) -> None:
         if not self.session.ranks.topology.is_root:
             return
         folders = {t.name: t.folder for t in self.config.stored if t.folder is not None}
@@ -448,14 +431,10 @@ class OpenRun:
             )  # fmt: skip
 
     def reader(
-        self,
-        checkpoint: KnownCheckpoint,
-        tiers: Sequence[str],
-        open_image: OpenImage,
-        tally: ReadTally,
+        self, checkpoint: KnownCheckpoint, tiers: Sequence[str], tally: ReadTally
     ) -> CheckpointReader:
         """Return a reader of a checkpoint's images; several ranks share what they read."""
-        ring = self.session.ring
+        open_image, ring = self.session.tiers.opener(), self.session.ring
         if not self.session.ranks.many:
             return CheckpointReader(checkpoint, tiers, open_image, tally, ring)
         config = self.config

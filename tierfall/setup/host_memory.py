@@ -300,8 +300,7 @@ def displaced_in(
         copy.id
         for rank, tiers in inventories.items()
         for copy in (tiers[host].copies if host in tiers else ())
-        if (commit := copy.commit_of(rank, host)) is not None
-        and shards_of(commit) != [Shard(rank, world_size)]
+        if copy.commit is not None and shards_of(copy.commit) != [Shard(rank, world_size)]
     )
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from tierfall.config import Config, FileTierConfig
-from tierfall.core.copies.shard_reader import OpenImage, image_opener
+from tierfall.core.copies.checkpoint_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import (
     FoundCopy,
     Listing,

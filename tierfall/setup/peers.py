@@ -25,9 +25,8 @@ import numpy as np
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config, PeerTierConfig
 from tierfall.config.model import NODE_SPREAD
-from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.images import StoredImage, checked_manifest, unpacked
-from tierfall.core.copies.shard_reader import ShardReader
+from tierfall.core.copies.chunk_reader import BufferRing, ChunkReader, ReadTally
+from tierfall.core.copies.images import READ_THREADS, StoredImage, checked_manifest, unpacked
 from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.commit_files import files_of, image_file, plain
 from tierfall.core.format.records import Commit, records_bytes_max
@@ -36,6 +35,7 @@ from tierfall.core.ranks.domains import VARIABLE, NodeDomain, find_domain, node_
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.rate_limit import RateLimiter
+from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types.backend import Publish, put_object
 from tierfall.core.types.errors import (
     CapacityError,
@@ -425,12 +425,16 @@ def _copy(found: FoundCopy, host: HostTier, keeper: StoredTier, shard: Shard) ->
     try:
         filled = np.frombuffer(region.image, np.uint8)
 
-        def use(index: int, view: memoryview) -> None:
-            start, end = manifest.chunk_range(index)
-            np.copyto(filled[start:end], np.frombuffer(view, np.uint8))
+        reader = ChunkReader([image], manifest, ReadTally())
+        ring = BufferRing(manifest.chunk_bytes)
 
-        with ShardReader([image], manifest, ReadTally(), None, None) as reader:
-            reader.read_chunks(range(len(manifest.digests)), use)
+        def bring(index: int) -> None:
+            start, end = manifest.chunk_range(index)
+            with ring.pool.lend_view(end - start) as buffer:
+                view = reader.read(index, buffer)
+                np.copyto(filled[start:end], np.frombuffer(view, np.uint8))
+
+        run_in_threads(READ_THREADS, bring, range(manifest.chunk_count))
         region.seal(manifest=records[0], commit=records[1])
     except BaseException:
         region.release()

@@ -43,7 +43,6 @@ from tierfall.core.restore.agreement import (
     whole_on_each,
 )
 from tierfall.core.restore.inventory import (
-    CopyMessage,
     TierMessage,
     describe,
     merge_ranks,
@@ -135,7 +134,7 @@ class Start(Message):
     starts: tuple[AttemptStart, ...] = ()
     overtaken: Mapping[CheckpointKey, frozenset[str]] | None = None
     reported: tuple[TierReport, ...] = ()
-    elsewhere: Mapping[str, tuple[CopyMessage, ...]] = field(default_factory=dict)
+    elsewhere: Mapping[str, tuple[FoundCopy, ...]] = field(default_factory=dict)
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
@@ -415,7 +414,7 @@ def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
 
     def beside(listing: Listing) -> Iterable[FoundCopy]:
         found = start.elsewhere.get(listing.tier, ()) if listing.error is None else ()
-        return (one.copy_of(0, listing.tier) for one in found if listing.copy(one.id) is None)
+        return (one for one in found if listing.copy(one.id) is None)
 
     return tuple(
         replace(

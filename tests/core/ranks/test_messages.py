@@ -10,7 +10,14 @@ from enum import StrEnum
 import numpy as np
 import pytest
 
-from tierfall.core.ranks.messages import CheckpointKey, ErrorMessage, Message, Signed, Unsigned
+from tierfall.core.ranks.messages import (
+    CheckpointKey,
+    ErrorMessage,
+    Message,
+    Signed,
+    Unsigned,
+    error_of_rank,
+)
 from tierfall.core.types.errors import FencedError, KeyNotFoundError, RanksError, UnreachableError
 from tierfall.core.types.values import CheckpointId
 
@@ -132,5 +139,6 @@ def test_an_error_of_another_rank_is_of_the_nearest_known_kind(
     body = json.loads(json.dumps(ErrorMessage.of(error).to_json()))
     found = ErrorMessage.from_json(body, rank=2)
     assert type(found.error()) is kind
-    assert str(found.error_of(2)).startswith("rank 2: ")
+    assert type(error_of_rank(found.error(), 2)) is kind
+    assert str(error_of_rank(found.error(), 2)).startswith("rank 2: ")
     assert "x" in str(found.error())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from restore_help import DictImage, Made
@@ -17,7 +16,7 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.pulled_reader import PulledReader
-from tierfall.core.restore.restore import Choice, RestoreResult, fill_first
+from tierfall.core.restore.restore import RestoreResult, fill_first
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 
 ORDER = ("host", "nvme", "store")
@@ -76,18 +75,21 @@ class Peer:
             return real(what, *args, **more)
 
         self.ranks.agree = count  # type: ignore[method-assign, assignment]
-        make_reader = partial(
-            PulledReader,
-            ranks=self.ranks,
-            order=ORDER,
-            max_wait_s=self.max_wait_s,
-            patience_s=PATIENCE_S,
-        )
+
+        def make_reader(checkpoint: Any, tiers: Any, tally: ReadTally) -> PulledReader:
+            return PulledReader(
+                checkpoint,
+                tiers,
+                lambda tier, id, shard: self.images[tier, id, shard],
+                tally,
+                ranks=self.ranks,
+                order=ORDER,
+                max_wait_s=self.max_wait_s,
+                patience_s=PATIENCE_S,
+            )
+
         restored = fill_first(
-            Choice(
-                candidates=candidates,
-                open_image=lambda tier, id, shard: self.images[tier, id, shard],
-            ),
+            lambda request: [c for c in candidates or () if c.id not in request.without],
             asked,
             self.tally,
             make_plan=self.make_plan,
@@ -95,6 +97,7 @@ class Peer:
             together=make_barrier(self.ranks, timeout_s=PATIENCE_S),
             make_reader=make_reader,
         )
+        assert restored is not None
         restored.plan.finish()
         return restored
 

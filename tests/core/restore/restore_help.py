@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tierfall.core.capture.copier import ImageCopier
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import CheckpointReader
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing
 from tierfall.core.format.decided import DecidedList, Word
 from tierfall.core.format.documents import sha256
@@ -23,7 +23,7 @@ from tierfall.core.image.targets import RegionTargets
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.reshard import MakePlan
-from tierfall.core.restore.restore import Choice, RestoreResult, fill_first
+from tierfall.core.restore.restore import Choose, RestoreResult, fill_first
 from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
@@ -173,11 +173,13 @@ class Tiers:
             for name in self.names
         )
 
-    def chosen(self, candidates: Sequence[KnownCheckpoint]) -> Choice:
-        return Choice(
-            candidates=candidates,
-            open_image=lambda tier, id, shard: self.images[tier, id],
-        )
+    def chosen(self, candidates: Sequence[KnownCheckpoint]) -> Choose:
+        return lambda request: [c for c in candidates if c.id not in request.without]
+
+    def reader(self, *arguments: Any, **more: Any) -> CheckpointReader:
+        checkpoint, tiers, tally = arguments
+        images = self.images
+        return CheckpointReader(checkpoint, tiers, lambda t, id, _: images[t, id], tally, **more)
 
     def restore(self, state: dict[str, Any], **request: Any) -> RestoreResult | None:
         return self.fill(lambda header: plan_fill(state, header), RestoreRequest(**request))
@@ -189,17 +191,16 @@ class Tiers:
         request = request or RestoreRequest()
         tally = ReadTally()
         candidates = choose(self.listings(), request, tally)
-        if not candidates:
-            return None
         restored = fill_first(
             self.chosen(candidates),
             request,
             tally,
             make_plan=make_plan,
             shard=SHARD,
-            make_reader=partial(CheckpointReader, **reader),
+            make_reader=partial(self.reader, **reader),
         )
-        restored.plan.finish()
+        if restored is not None:
+            restored.plan.finish()
         return restored
 
 

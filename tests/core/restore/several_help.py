@@ -96,7 +96,9 @@ class Rank:
             self.tally,
             make_plan=self.make_plan,
             shard=self.ranks.shard,
+            make_reader=self.tiers.reader,
             together=note_and_tell,
         )
+        assert restored is not None
         restored.plan.finish()
         return restored

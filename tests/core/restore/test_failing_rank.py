@@ -180,6 +180,7 @@ class Alone:
             tally,
             make_plan=lambda header: plan_fill(self.state, header),
             shard=Shard(0, 1),
+            make_reader=self.tiers.reader,
             together=call,
         )
 

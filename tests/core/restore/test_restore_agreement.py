@@ -64,7 +64,7 @@ def chosen(ranks: list[Tiers], **request: Any) -> Candidates:
 
 
 def steps(decision: Candidates) -> list[str]:
-    return [str(id) for id in decision.order]
+    return [str(commit.lineage.checkpoint) for commit in decision.commits]
 
 
 def lost(tiers: Tiers) -> None:
@@ -188,7 +188,7 @@ def test_what_only_some_ranks_had_sealed_in_memory_is_no_checkpoint() -> None:
     ranks[0].put("host", sharded(5, 0, 2))
     assert complete(seen(ranks)) == (frozenset(), {})
     decision = chosen(ranks)
-    assert decision.order == ()
+    assert decision.commits == ()
     assert decision.fallbacks[0].what == "step 5@1"
     assert "only some ranks had sealed it" in decision.fallbacks[0].reason
 
@@ -209,7 +209,7 @@ def test_a_step_that_peer_memory_had_committed_is_not_passed_over_for_a_first_st
     """The tier was taken out of the configuration after a loss. An image in memory tells of its commit."""
     ranks = several(2)
     ranks[0].put("host", sharded(5, 0, 2))
-    assert chosen(ranks).order == ()
+    assert chosen(ranks).commits == ()
     ranks[0].put("host", sharded(5, 0, 2), on_peers=True)
     with pytest.raises(RestoreError, match="rank 1 of 2 is on no tier that answered"):
         chosen(ranks)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     SavePlan,
@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 
 from tierfall.core.state.item import item
 from tierfall.core.state.state_dicts import is_stateful
 from tierfall.core.tensors.dtensor import Branch, LocalBlocks, TensorPiece
 from tierfall.core.tensors.wrappers import is_wrapper
-from tierfall.core.types.errors import CaptureError, ConfigError, FlushError, RestoreError
+from tierfall.core.types.errors import CaptureError, ConfigError, RestoreError
 
 Path = tuple[str | int, ...]
 
@@ -43,6 +42,14 @@ class PlansUnchanged:
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         """Return the plans unchanged."""
         return plans
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse a path: the Checkpointer's configuration defines where checkpoints are."""
+        if checkpoint_id is not None:
+            raise ConfigError(
+                f"{type(self).__name__}: checkpoint_id={str(checkpoint_id)!r}: its Checkpointer defines where "
+                "checkpoints are: leave it out; TierReader(ckpt, step=...) loads an older one"
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -184,35 +191,3 @@ def value_of(name: str, value: object) -> object:
             "that only for the entries of the state itself: put its state_dict() there"
         )
     return value
-
-
-def count_outcomes(metadata: Any, results: list[list[WriteResult]], step: int) -> None:
-    """Raise FlushError unless some rank has written each item of the global plan."""
-    written = {result.index for of_rank in results for result in of_rank}
-    missing = [index for index in _planned(metadata) if index not in written]
-    if missing:
-        names = ", ".join(index.fqn for index in missing[:4])
-        raise FlushError(
-            f"dcp.save of step {step}: {len(missing)} planned items were written by no rank: {names}"
-        )
-
-
-def _planned(metadata: Any) -> list[MetadataIndex]:
-    found = []
-    for name, entry in metadata.state_dict_metadata.items():
-        chunks = getattr(entry, "chunks", None)
-        if chunks is None:
-            found.append(MetadataIndex(name))
-        else:
-            found += [MetadataIndex(name, chunk.offsets) for chunk in chunks]
-    return found
-
-
-def results_of(plan: SavePlan) -> list[WriteResult]:
-    """Return results that report each item of a plan as written."""
-    return [
-        WriteResult(
-            index=write.index, size_in_bytes=write.tensor_storage_size() or 0, storage_data=None
-        )
-        for write in plan.items
-    ]

@@ -17,8 +17,8 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader
-from tierfall.core.format.catalog import KnownCheckpoint
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.image.merge import MergedHeader
 from tierfall.core.image.tree import (
     MapNode,
@@ -50,13 +49,13 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.load.build import CPU, BlockTarget, Builder
 from tierfall.core.load.choices import plain_value
-from tierfall.core.restore.candidates import RestoreRequest, unread_text
+from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.reshard import ResizeRules, merge_images, plan_reads
-from tierfall.core.restore.restore import HALF_FILLED, EndedError, RankFailure
+from tierfall.core.restore.restore import DamagedError, Progress, read_first
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes
-from tierfall.core.types.errors import ConfigError, RanksError, RestoreError
+from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.dcp.planning import Path, PlansUnchanged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -66,80 +65,34 @@ from tierfall.run.session import Session
 logger = logging.getLogger("tierfall")
 
 
-class DamagedError(RestoreError):
-    """The checkpoint that was named is damaged in every copy, so an older one may be loaded. All ranks raise it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedCheckpoint:
-    """A checkpoint whose headers have been read."""
-
-    checkpoint: KnownCheckpoint
-    parts: CheckpointReader
-    entries: DcpEntries
-    world_size: int
-
-
 def open_checkpoint(
     run: OpenRun, request: RestoreRequest, *, values_of: int | None
-) -> OpenedCheckpoint:
-    """Open the newest checkpoint with good headers, the same on all ranks. ``values_of`` is the rank whose values are
-    loaded if another number of ranks saved.
+) -> tuple[CheckpointReader, DcpEntries]:
+    """Open the newest checkpoint with good headers, the same on all ranks; return its reader and its entries.
+    ``values_of`` is the rank whose values are loaded if another number of ranks saved.
 
     Raises RestoreError where there is none, none can be read, or the newest is temporarily unreachable.
     """
-    tally, ranks = run.session.new_tally(), run.session.ranks
-    left = run.candidates(request, tally)
-    while left:
-        checkpoint = left.pop(0)
-        opened: OpenedCheckpoint | None = None
-        error: Exception | None = None
-        held = [tier.name for tier in run.config.chain if tier.name in checkpoint.copies]
-        tiers = [tier for tier in held if request.tier in (None, tier)]
-        parts = run.reader(checkpoint, tiers, run.session.tiers.opener(), tally)
-        with ExitStack() as closing:
-            closing.callback(parts.close)
-            try:
-                opened = _open(run, parts, values_of)
-            except Exception as failure:  # noqa: BLE001 - the other ranks must know; raised below
-                error = _error_to_raise(failure, checkpoint, request)
-                if isinstance(failure, PASSABLE) and not failure.is_damage:
-                    tally.found_unread(checkpoint.id)
-            failed = _end_together(run, checkpoint, error)
-            if error is not None and not isinstance(error, (*PASSABLE, EndedError)):
-                raise error
-            if opened is not None and failed is None:
-                closing.pop_all()
-                return opened
-        assert failed is not None
-        reason = ranks.topology.name_rank(failed.rank, failed.message)
-        if request.step is not None or failed.permanent:
-            kind = RestoreError if failed.permanent else DamagedError
-            raise kind(f"{request.operation} of {checkpoint.id}: {reason}") from error
-        tally.add_skipped(f"step {checkpoint.id}", reason, checkpoint.id)
-        logger.error("%s: step %s is skipped: %s", request.operation, checkpoint.id, reason)
-        request = replace(request, without=request.without | {checkpoint.id})
-        left = run.candidates(request, tally)  # it may have been deleted meanwhile
-    raise RestoreError(
-        f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
-        + "".join(f"; {fallback.what}: {fallback.reason}" for fallback in tally.fallbacks[-8:])
-    )
+    shard = run.session.ranks.shard
+
+    def read_headers(parts: CheckpointReader) -> DcpEntries:
+        own = shard.rank if parts.world_size == shard.world_size else values_of
+        return DcpEntries(merge_images(parts, shard.rank, ResizeRules(values_of=own)))
+
+    found = run.read_newest(request, partial(read_first, read=read_headers))
+    if found is None:
+        raise RestoreError(
+            f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
+        )
+    return found
 
 
-def _end_together(
-    run: OpenRun, checkpoint: KnownCheckpoint, error: Exception | None
-) -> RankFailure | None:
-    """Agree with the other ranks on how reading ended; return the failure that all follow. If an agreement has failed
-    on this rank, no other one is tried."""
-    return None if isinstance(error, RanksError) else run.barrier()(checkpoint, error)
-
-
-def hold(run: OpenRun, opened: OpenedCheckpoint, *, owner: object) -> Callable[[], object]:
+def hold(run: OpenRun, parts: CheckpointReader, *, owner: object) -> Callable[[], object]:
     """Protect a checkpoint's copies on stored tiers from retention and eviction, and read for other ranks; return a
     function that ends this, as the end of ``owner`` does."""
-    session, id = run.session, opened.checkpoint.id
+    session, id = run.session, parts.checkpoint.id
     session.call_in_turn(lambda: session.coordinator.ledger.reading.update([id]))
-    release = weakref.finalize(owner, _release, session, id, opened.parts)
+    release = weakref.finalize(owner, _release, session, id, parts)
     release.atexit = False
     return release
 
@@ -152,27 +105,6 @@ def _release(session: Session, id: CheckpointId, parts: CheckpointReader) -> Non
         ledger.reading -= Counter([id])
 
     session.call_soon(end)
-
-
-def _error_to_raise(
-    error: Exception, checkpoint: KnownCheckpoint, request: RestoreRequest
-) -> Exception:
-    """Return the error that ends the load if a copy could not be read: it must not be skipped like a damaged one."""
-    if not isinstance(error, PASSABLE) or error.is_damage:
-        return error
-    raised = RestoreError(unread_text(f"{request.operation} of {checkpoint.id}", error, request))
-    raised.__cause__ = error
-    return raised
-
-
-def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> OpenedCheckpoint:
-    shard = run.session.ranks.shard
-    world_size = parts.world_size(shard.world_size)
-    own = shard.rank if world_size == shard.world_size else values_of
-    merged = merge_images(parts, world_size, shard.rank, ResizeRules(values_of=own))
-    return OpenedCheckpoint(
-        checkpoint=parts.checkpoint, parts=parts, entries=DcpEntries(merged), world_size=world_size
-    )
 
 
 class TierReader(PlansUnchanged, StorageReader):
@@ -200,25 +132,17 @@ class TierReader(PlansUnchanged, StorageReader):
         self._arguments = (step, attempt, tier)
         self._values_of = values_of
         self._resume = resume
-        self._opened: OpenedCheckpoint | None = None
+        self._opened: tuple[CheckpointReader, DcpEntries] | None = None
         self._release: Callable[[], object] = bool
-        self._damaged = False
-
-    @property
-    def damaged(self) -> bool:
+        self.damaged = False
         """Whether the last load failed since the checkpoint is damaged in every copy; the same on all ranks."""
-        return self._damaged
 
     # What DCP calls ----------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a path: the Checkpointer's configuration defines where checkpoints are."""
+        """Begin a load; ConfigError for a path."""
         self._release()
-        if checkpoint_id is not None:
-            raise ConfigError(
-                f"dcp.load: checkpoint_id={str(checkpoint_id)!r} with a TierReader, whose Checkpointer defines where "
-                "checkpoints are: leave it out, and choose a step with TierReader(ckpt, step=...)"
-            )
+        super().reset(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """Choose the checkpoint together with the other ranks, and return its metadata.
@@ -230,15 +154,15 @@ class TierReader(PlansUnchanged, StorageReader):
         self._release()
         run.check_usable()
         run.prepare_restore(continues=self._resume)
-        self._damaged = False
+        self.damaged = False
         try:
             with run.deletions_paused():
                 self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
-                self._release = hold(run, self._opened, owner=self)
+                self._release = hold(run, self._opened[0], owner=self)
         except DamagedError:
-            self._damaged = True
+            self.damaged = True
             raise
-        entries = self._opened.entries
+        _, entries = self._opened
         paths = {name: leaf.path for name, leaf in entries.leaves.items()}
         return Metadata(state_dict_metadata=cast("dict[str, Any]", entries), planner_data=paths)
 
@@ -251,9 +175,10 @@ class TierReader(PlansUnchanged, StorageReader):
         """Read the items of the plan, each chunk from its fastest good copy. With ``resume`` the run continues from
         this checkpoint."""
         assert self._opened is not None, "read_data without read_metadata"
-        reads = _Reads(self._opened, planner)
+        parts, entries = self._opened
+        reads = _Reads(parts, entries, planner)
         try:
-            self._read_on_all_ranks(lambda: reads.execute(plan))
+            self._read_on_all_ranks(parts, lambda: reads.execute(plan))
         finally:
             self._opened = None
             self._release()
@@ -268,34 +193,26 @@ class TierReader(PlansUnchanged, StorageReader):
         request = self._run.restore_request(step, attempt, tier, doing="dcp.load")
         return replace(request, advice="or name a tier (TierReader(ckpt, tier=...))")
 
-    def _read_on_all_ranks(self, read: Callable[[], None]) -> None:
+    def _read_on_all_ranks(self, parts: CheckpointReader, read: Callable[[], None]) -> None:
         """Read on all ranks; with ``resume``, continue from the checkpoint once all have read it. RestoreError on every
         rank if one has failed."""
-        run, opened = self._run, self._opened
-        assert opened is not None
-        ranks, patience_s = run.session.ranks, run.patience_s
-        checkpoint, of = opened.checkpoint, f"dcp.load of {opened.checkpoint.id}"
-        error: Exception | None = None
+        run, checkpoint = self._run, parts.checkpoint
+        ranks, id = run.session.ranks, checkpoint.id
+        named = replace(self._request(), step=id.step, attempt=id.attempt)
+        progress = Progress(named, parts.tally, run.barrier())
         try:
             with run.deletions_paused():
-                read()
-        except Exception as failure:  # noqa: BLE001 - the other ranks must know; raised below
-            error = _error_to_raise(failure, checkpoint, self._request())
-        failed = _end_together(run, checkpoint, error)
-        self._damaged = failed is not None and not failed.permanent
-        if error is not None and not isinstance(error, EndedError):
-            if not (ranks.many and opened.parts.touched):
-                raise error
-            raise RestoreError(f"{of}: {error}{HALF_FILLED}") from error
-        if failed is not None:
-            raise RestoreError(f"{of}: rank {failed.rank}: {failed.message}{HALF_FILLED}")
+                progress.read(parts, lambda parts: read())
+        except DamagedError:
+            self.damaged = True
+            raise
         if self._resume:
             saved = ranks.agree(
                 "dcp.load: saved",
                 run.lineage.saved_any,
                 lambda found: any(found.values()),
                 bool,
-                timeout_s=patience_s,
+                timeout_s=run.patience_s,
             )
             run.continue_from(checkpoint, saved)
 
@@ -303,11 +220,11 @@ class TierReader(PlansUnchanged, StorageReader):
 class _Reads:
     """The reads of one rank's plan."""
 
-    def __init__(self, opened: OpenedCheckpoint, planner: LoadPlanner) -> None:
-        self._opened = opened
-        self._entries = opened.entries
+    def __init__(self, parts: CheckpointReader, entries: DcpEntries, planner: LoadPlanner) -> None:
+        self._parts = parts
+        self._entries = entries
         self._planner = planner
-        self._builder = Builder(opened.entries.merged.header)
+        self._builder = Builder(entries.merged.header)
         self._targets: list[BlockTarget] = []
         self._after: list[Callable[[], object]] = []
 
@@ -319,8 +236,7 @@ class _Reads:
             else:
                 self._tensor(item)
         targets = (*self._builder.targets, *self._targets)
-        opened = self._opened
-        plan_reads(opened.parts, opened.entries.merged, opened.world_size, targets)()
+        plan_reads(self._parts, self._entries.merged, targets)()
         for action in self._after:
             action()
 

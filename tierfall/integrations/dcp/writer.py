@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import currentframe
 from typing import Any
 
@@ -37,7 +37,7 @@ from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.copies.image_writes import write_view
 from tierfall.core.flush.external_commits import ExternalCommits
-from tierfall.core.format.records import Attempt, Commit, Lineage, NamedFile
+from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.state.view import StateView
@@ -49,11 +49,9 @@ from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.integrations.dcp.planning import (
     Path,
     PlansUnchanged,
-    count_outcomes,
     nest,
     planned_state,
     refuse_wrapper,
-    results_of,
     value_of,
 )
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -140,13 +138,10 @@ class TierWriter(PlansUnchanged, StorageWriter):
     # What DCP calls ----------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a path: the Checkpointer's configuration defines where checkpoints are written."""
+        """Begin a save; ConfigError for a path."""
         if checkpoint_id is not None:
             self._take()
-            raise ConfigError(
-                f"dcp.save: checkpoint_id={str(checkpoint_id)!r} with a TierWriter, whose Checkpointer defines where "
-                "checkpoints are written: leave it out"
-            )
+        super().reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return None. DCP calls this first, so that from now on no stager captures for this writer."""
@@ -190,7 +185,7 @@ class TierWriter(PlansUnchanged, StorageWriter):
         else:
             handle.wait(self._until)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results_of(plan))
+        done.set_result([])  # DCP looks at none of them
         return done
 
     def _save(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
@@ -203,9 +198,8 @@ class TierWriter(PlansUnchanged, StorageWriter):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Check that every item was written. The metadata is unchanged: with cached plans all saves share the
-        object."""
-        count_outcomes(metadata, results, self.step)
+        """Do nothing: the coordinator of the run commits. The metadata is unchanged: with cached plans all saves share
+        the object."""
 
     # Called by a stager ------------------------------------------------------------------------------
 
@@ -356,11 +350,9 @@ class DirectWrite:
     config: Config
     tier: str
     attempt: Attempt
-    lineage: Lineage
     shard: Shard
-    node: str
-    metrics: Mapping[str, float]
-    tags: tuple[str, ...]
+    commit: Commit
+    """The record of the step, without its files."""
 
 
 def direct_write(
@@ -390,15 +382,21 @@ def direct_write(
     session.call_soon(
         lambda: _expect(session.coordinator.external_commits, place.checkpoint, tier.name)
     )
+    commit = Commit(
+        lineage=place,
+        world_size=session.ranks.shard.world_size,
+        files=(),
+        nodes=(session.node,),
+        wall_time_s=time.time(),
+        metrics={name: float(value) for name, value in checked_metrics(metrics).items()},
+        tags=checked_tags(tags),
+    )
     return DirectWrite(
         config=run.config,
         tier=tier.name,
         attempt=lineage.attempt,
-        lineage=place,
         shard=session.ranks.shard,
-        node=session.node,
-        metrics={name: float(value) for name, value in checked_metrics(metrics).items()},
-        tags=checked_tags(tags),
+        commit=commit,
     )
 
 
@@ -421,52 +419,33 @@ class DirectWriter(PlansUnchanged, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: no setup is needed."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a path, as TierWriter does."""
-        if checkpoint_id is not None:
-            raise ConfigError("dcp.save: checkpoint_id beside a TierWriter: leave it out")
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's image and manifest, which do not count before ``finish``."""
         request = self._request
         view = walk_state(planned_state(plan, planner), with_random=False)
         with open_store(request.config, request.tier) as store:
             store.fence.check(request.attempt)
-            chunk_bytes, commit = request.config.chunk_bytes, _commit_of(request, ())
-            files = write_view(store, view, commit, shard=request.shard, chunk_bytes=chunk_bytes)
+            shard, chunk_bytes = request.shard, request.config.chunk_bytes
+            files = write_view(store, view, request.commit, shard=shard, chunk_bytes=chunk_bytes)
         index = MetadataIndex(keys.shard_name(request.shard))
         written = ImageFiles(
             index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files
         )
         done: Future[list[WriteResult]] = Future()
-        done.set_result([written, *results_of(plan)])
+        done.set_result([written])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the step; FlushError where a rank's image or an item of the plan is missing."""
+        """Commit the step; FlushError where a rank's image is missing."""
         request = self._request
-        step, world_size = request.lineage.checkpoint.step, request.shard.world_size
+        id, world_size = request.commit.lineage.checkpoint, request.shard.world_size
         found = [r for of_rank in results for r in of_rank if isinstance(r, ImageFiles)]
         files = tuple(file for result in found for file in result.storage_data)
         if len({result.index for result in found}) != world_size:
             raise FlushError(
-                f"dcp.save of step {step}: {len(found)} of {world_size} ranks have written their images; the step is "
-                "not committed. In PROCESS mode all ranks of the Checkpointer save together, without no_dist"
+                f"dcp.save of step {id.step}: {len(found)} of {world_size} ranks have written their images; the step "
+                "is not committed. In PROCESS mode all ranks of the Checkpointer save together, without no_dist"
             )
-        count_outcomes(metadata, results, step)
         with open_store(request.config, request.tier) as store:
-            store.commit(_commit_of(request, files), attempt=request.attempt)
-            store.write_latest(request.lineage.checkpoint)
-
-
-def _commit_of(request: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
-    """Return the commit record of a step with these files."""
-    return Commit(
-        lineage=request.lineage,
-        world_size=request.shard.world_size,
-        files=files,
-        nodes=(request.node,),
-        wall_time_s=time.time(),
-        metrics=request.metrics,
-        tags=request.tags,
-    )
+            store.commit(replace(request.commit, files=files), attempt=request.attempt)
+            store.write_latest(id)

@@ -1,26 +1,25 @@
-"""Images opened for reading: one rank's, with its good copies, manifest and buffers, and those of all ranks of a
-checkpoint."""
+"""The images of all ranks of a checkpoint, opened for reading: of each its good copies and its manifest."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.chunk_reader import (
+    BUFFER_BYTES,
     BufferRing,
     ChunkReader,
     ImageFills,
     ReadTally,
     chunks_of,
-    count_threads,
     read_fills,
 )
 from tierfall.core.copies.images import (
     READ_THREADS,
     Image,
+    PackedImage,
     ReadableStore,
     RegionImage,
     StoredImage,
@@ -32,8 +31,8 @@ from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Commit, Manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.load.build import Fill
-from tierfall.core.runtime.cores import hash_threads
-from tierfall.core.runtime.threads import run_in_parallel, run_in_threads
+from tierfall.core.runtime.buffers import allocate
+from tierfall.core.runtime.threads import run_in_parallel
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -71,68 +70,6 @@ def image_opener(
         return RegionImage(tier, region)
 
     return open_image
-
-
-class ShardReader:
-    """Reads one shard from its good copies. A context manager."""
-
-    def __init__(
-        self,
-        images: Sequence[Image],
-        manifest: Manifest,
-        tally: ReadTally,
-        ring: BufferRing | None,
-        chunks_max: int | None,
-        *,
-        reader: ChunkReader | None = None,
-    ) -> None:
-        """``reader`` reads the chunks, if it is given, from the ``images`` or otherwise."""
-        self.manifest = manifest
-        self._reader = reader or ChunkReader(images, manifest, tally)
-        self._own: BufferRing | None = None
-        if ring is None:
-            verifying, count = hash_threads(), None
-            if chunks_max is not None:
-                count = count_threads(manifest, images, chunks_max, verifying=verifying)
-            ring = BufferRing(manifest.chunk_bytes, count_max=count, threads=verifying)
-            self._own = ring
-        self._ring = ring
-        self._threads = count_threads(manifest, images, chunks_max, verifying=ring.threads)
-        self._device_threads = max(1, min(chunks_max or ring.count, ring.count - 1, ring.threads))
-
-    def read_header(self) -> ImageHeader:
-        what = f"checkpoint {self.manifest.lineage.checkpoint}"
-        return read_header(self.header_bytes(), image_bytes=self.manifest.image_bytes, what=what)
-
-    def header_bytes(self) -> bytes:
-        with self._ring.pool.lend_view(self.manifest.data_start) as buffer:
-            return bytes(self._reader.read(0, buffer))
-
-    def fill(self, fills: Sequence[Fill]) -> None:
-        pool, streams = self._ring.pool, self._ring.streams
-        on_device = any(not target.is_cpu for fill in fills for target in fill.targets)
-        threads = max(self._threads, self._device_threads) if on_device else self._threads
-        parts = {0: ImageFills(self._reader, self.manifest, fills)}
-        chunks = [(0, index) for index in chunks_of(self.manifest, fills)]
-        read_fills(parts, chunks, threads, pool, streams)
-
-    def read_chunks(self, indexes: Iterable[int], use: Callable[[int, memoryview], None]) -> None:
-        """Call ``use`` with each chunk's index and verified bytes, on several threads; the bytes are valid until it
-        returns. Raises the first failure once all threads have stopped."""
-
-        def read(index: int) -> None:
-            low, high = self.manifest.chunk_range(index)
-            with self._ring.pool.lend_view(high - low) as buffer:
-                use(index, self._reader.read(index, buffer))
-
-        run_in_threads(self._threads, read, indexes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        if self._own is not None:
-            self._own.release()
 
 
 def _name_same_manifest(one: Commit | None, other: Commit, shard: Shard) -> bool:
@@ -204,8 +141,8 @@ def find_images(
 class CheckpointReader:
     """Opens images on first use, and reads for this rank only.
 
-    Stored chunks are read through ``ring``; without it through buffers of this reader, for at most ``chunks_max``
-    chunks, if given. ``touched``: targets may have been written to.
+    Stored chunks are read through ``ring``; without it through buffers of this reader until ``close``, for at most
+    ``chunks_max`` chunks, if given. ``touched``: targets may have been written to.
     """
 
     checkpoint: KnownCheckpoint
@@ -215,59 +152,97 @@ class CheckpointReader:
     ring: BufferRing | None = None
     chunks_max: int | None = None
     touched: bool = False
-    _found: dict[Shard, tuple[list[Image], Manifest] | TierfallError] = field(default_factory=dict)
-    _locks: dict[Shard, threading.Lock] = field(default_factory=dict)
+    _own: BufferRing | None = None
+    _found: dict[int, tuple[list[Image], Manifest] | TierfallError] = field(default_factory=dict)
+    _locks: dict[int, threading.Lock] = field(default_factory=dict)
 
-    def world_size(self, ours: int) -> int:
-        """Return the number of ranks that saved the checkpoint; ``ours`` where that is unknown."""
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that saved the checkpoint; 1 without a record, as then nothing of it can be read."""
         commit = self.checkpoint.commit
-        return ours if commit is None else commit.world_size
+        return 1 if commit is None else commit.world_size
 
-    def header(self, shard: Shard) -> ImageHeader:
+    def header(self, rank: int) -> ImageHeader:
         """Read the header of one rank's image; raises one of PASSABLE if it cannot be read."""
-        with self.open(shard) as reader:
-            return reader.read_header()
+        manifest, data = self.find(rank)[1], self.header_bytes(rank)
+        what = f"checkpoint {manifest.lineage.checkpoint}"
+        return read_header(data, image_bytes=manifest.image_bytes, what=what)
 
-    def headers(self, world_size: int) -> dict[int, ImageHeader]:
-        """Read the headers of all ranks' images; raises as ``header`` does."""
-        shards = [Shard(rank, world_size) for rank in range(world_size)]
-        return dict(enumerate(run_in_parallel(self.header, shards, parallel=READ_THREADS)))
+    def header_bytes(self, rank: int) -> memoryview:
+        """Read the bytes of that header."""
+        images, manifest = self.find(rank)
+        return ChunkReader(images, manifest, self.tally).read(0, allocate(manifest.data_start))
 
-    def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
-        """Return the manifests of the images of ``ranks``, without numbers that are not ranks. Raises as ``header``
+    def headers(self, ranks: Iterable[int]) -> dict[int, ImageHeader]:
+        """Read the headers of the images of ``ranks``, without numbers that are not ranks; raises as ``header``
         does."""
-        shards = (Shard(rank, world_size) for rank in sorted(ranks) if rank < world_size)
-        return {shard.rank: self.find(shard)[1] for shard in shards}
+        known = [rank for rank in sorted(ranks) if rank < self.world_size]
+        read = run_in_parallel(self.header, known, parallel=READ_THREADS)
+        return dict(zip(known, read, strict=True))
 
-    def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+    def manifests(self, ranks: Iterable[int]) -> dict[int, Manifest]:
+        """Return the manifests of the images of ``ranks``; raises as ``header`` does."""
+        return {rank: self.find(rank)[1] for rank in sorted(ranks)}
+
+    def fill(self, fills: Mapping[int, Sequence[Fill]]) -> None:
         """Fill the targets of the ``fills`` of each rank's image."""
         self.touched = True
-        self.fill_here(fills, world_size)
+        self.fill_here(fills)
 
-    def fill_here(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+    def fill_here(self, fills: Mapping[int, Sequence[Fill]]) -> None:
         """Fill memory of this process on this rank only, without the other ranks."""
-        for rank, image_fills in sorted(fills.items()):
-            with self.open(Shard(rank, world_size)) as reader:
-                reader.fill(image_fills)
+        parts = {rank: self.part(rank, those) for rank, those in sorted(fills.items())}
+        wanted = {rank: chunks_of(part.reader.manifest, part.fills) for rank, part in parts.items()}
+        self.read(parts, [(rank, index) for rank, indexes in wanted.items() for index in indexes])
+
+    def part(self, rank: int, fills: Sequence[Fill]) -> ImageFills:
+        """Return what is filled from one rank's image, and how it is read."""
+        images, manifest = self.find(rank)
+        return ImageFills(ChunkReader(images, manifest, self.tally), fills)
+
+    def read(
+        self,
+        parts: Mapping[int, ImageFills],
+        chunks: Sequence[tuple[int, int]],
+        *,
+        threads_max: int = 0,
+    ) -> None:
+        """Fill from ``chunks``, as ``read_fills`` does; on up to ``threads_max`` threads, if they wait for other
+        ranks."""
+        if not chunks:
+            return
+        largest = max(part.reader.manifest.chunk_bytes for part in parts.values())
+        if self.ring is None:
+            self.ring = self._own = BufferRing(largest, count_max=self.chunks_max)
+        ring, images = self.ring, [i for part in parts.values() for i in part.reader.images]
+        if all(image.in_memory for image in images):
+            threads = ring.threads
+        else:
+            threads = max(1, min(READ_THREADS, BUFFER_BYTES // largest))
+        if self.chunks_max is not None:  # a packed chunk takes two
+            each = 2 if any(isinstance(image, PackedImage) for image in images) else 1
+            threads = max(1, min(threads, self.chunks_max // each))
+        if any(not t.is_cpu for part in parts.values() for f in part.fills for t in f.targets):
+            threads = max(threads, min(ring.count - 1, ring.threads))
+        if threads_max:
+            threads = max(1, min(threads_max, ring.count, 2 * BUFFER_BYTES // largest))
+        read_fills(parts, chunks, threads, ring.pool, ring.streams)
 
     def close(self) -> None:
         """End the reading of this checkpoint, on which all ranks have agreed."""
+        if self._own is not None:
+            self._own.release()
 
-    def open(self, shard: Shard) -> ShardReader:
-        """Open one rank's image for reading; raises as ``header`` does."""
-        images, manifest = self.find(shard)
-        return ShardReader(images, manifest, self.tally, self.ring, self.chunks_max)
-
-    def find(self, shard: Shard) -> tuple[list[Image], Manifest]:
+    def find(self, rank: int) -> tuple[list[Image], Manifest]:
         """Open the good copies of one rank's image; raises what ``find_images`` raised at the first call."""
-        with self._locks.setdefault(shard, threading.Lock()):
-            if shard not in self._found:
-                where = (self.checkpoint, self.tiers, self.open_image)
+        with self._locks.setdefault(rank, threading.Lock()):
+            if rank not in self._found:
+                where, shard = (self.tiers, self.open_image), Shard(rank, self.world_size)
                 try:
-                    self._found[shard] = find_images(*where, shard, self.tally)
+                    self._found[rank] = find_images(self.checkpoint, *where, shard, self.tally)
                 except PASSABLE as error:
-                    self._found[shard] = error
-            found = self._found[shard]
+                    self._found[rank] = error
+            found = self._found[rank]
         if isinstance(found, TierfallError):
             raise found
         return found
