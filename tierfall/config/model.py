@@ -1,4 +1,4 @@
-"""The model of the YAML file: every key, its default and its meaning.
+"""The model of the YAML file: every key, its default and its meaning. docs/configuration.md is written from it.
 
 A key in YAML is the name of the attribute without its unit. The model contains numbers and absolute paths; it opens
 nothing. Types of values are in ``fields``. A key of ``interval`` or ``retain`` that the section does not have is the
