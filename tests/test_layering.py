@@ -74,7 +74,7 @@ LINES = {
     ("policies",): 2_216,
     ("backends",): 5_948,
     ("tiers",): 4_891,
-    ("tierfall/config",): 2_068,
+    ("tierfall/config",): 2_061,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_123,
     ("tierfall/ops",): 3_290,
     ("tierfall/telemetry",): 1_760,

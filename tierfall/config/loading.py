@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -24,11 +24,7 @@ from tierfall.config.fields import BASE, is_address, show
 from tierfall.config.model import (
     TIER_MODELS,
     Config,
-    FileTierConfig,
-    ObjectTierConfig,
-    PeerTierConfig,
     Place,
-    PolicySection,
     Problem,
     Section,
     check_chain,
@@ -38,6 +34,7 @@ from tierfall.config.model import (
 from tierfall.config.plugins import hint_at_policy
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.keys import check_name
+from tierfall.core.types.policy import PolicyKind
 from tierfall.core.types.text import hide_address, hint_at, with_article
 from tierfall.core.types.values import TierKind
 
@@ -409,32 +406,25 @@ def _flow(value: object) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _section_at(location: Place) -> type[BaseModel] | None:
-    """Return the section at a location of pydantic's; None if it is in the settings of a user's policy."""
-    section: type[BaseModel] | None = Config
-    if location[:1] == ("tiers",) and len(location) > 2:
-        section, location = TIER_MODELS[str(location[2])], location[3:]
-    for part in location:
-        section = _section_in(fields_of(section).get(str(part))) if section else None
-    return section
+def _sections(section: type[Section], place: Place) -> Iterator[tuple[Place, dict[str, FieldInfo]]]:
+    """Yield the keys of a section and of those in it, by their places: ``("tiers", "file", "flush")``."""
+    yield place, fields_of(section)
+    for key, info in fields_of(section).items():
+        found = [info.annotation]
+        for annotation in found:
+            found += get_args(annotation)
+            if isinstance(annotation, type) and issubclass(annotation, Section):
+                kind = [k for k, tier in TIER_MODELS.items() if tier is annotation]
+                yield from _sections(annotation, (*place, key, *kind))
+
+
+_KEYS = dict(_sections(Config, ()))
 
 
 def _field_at(location: Place) -> FieldInfo | None:
     """Return the field at a location of pydantic's, or of the list there; None in the settings of a user's policy."""
-    if isinstance(location[-1], int):
-        location = location[:-1]
-    section = _section_at(location[:-1])
-    return fields_of(section).get(str(location[-1])) if section else None
-
-
-def _section_in(info: FieldInfo | None) -> type[BaseModel] | None:
-    """Return the section that a field contains, if it contains one."""
-    found = [] if info is None else [info.annotation]
-    for annotation in found:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            return annotation
-        found += get_args(annotation)
-    return None
+    *place, key = (part for part in location if isinstance(part, str))
+    return _KEYS.get(tuple(place), {}).get(key)
 
 
 # What was probably meant -----------------------------------------------------------------------------
@@ -460,7 +450,7 @@ _INSTEAD: dict[Place, str] = {
         "object",
         "driver",
         "obstore",
-    ): "remove driver: fsspec (gcsfs, adlfs) accesses gs:// and az://",
+    ): "remove driver: fsspec has gcsfs and adlfs for gs:// and az://",
 }
 """What to write in place of a key, or of a word, by the end of its location."""
 
@@ -477,31 +467,34 @@ def _hint_at_word(location: Place, word: object, words: Collection[str]) -> str:
 
 def _hint_at_key(location: Place) -> str:
     """Return where a key belongs that its section does not have, or what was probably meant."""
-    section, key = _section_at(location[:-1]), str(location[-1])
-    if section is None:
+    place, key = tuple(part for part in location[:-1] if isinstance(part, str)), str(location[-1])
+    if place not in _KEYS:
         return ""
-    of_tier = section in TIER_MODELS.values()
-    kind = f" of {with_article(str(location[2]))} tier" if of_tier else ""
+    of_tier = f" of {with_article(place[1])} tier" if _is_tier(place) else ""
     instead = _INSTEAD.get(location[-2:])
-    return f"{kind}; {instead}" if instead else f"{kind}{_belongs(section, key)}"
+    return of_tier + (f"; {instead}" if instead else _belongs(place, key))
 
 
-def _belongs(section: type[BaseModel], key: str) -> str:
-    known = fields_of(section)
-    inside = [n for n, info in known.items() if key in fields_of(_section_in(info) or Section)]
-    tiers = [with_article(kind) for kind, tier in TIER_MODELS.items() if key in fields_of(tier)]
+def _is_tier(place: Place) -> bool:
+    return place[:1] == ("tiers",) and len(place) == 2
+
+
+def _belongs(place: tuple[str, ...], key: str) -> str:
+    known = _KEYS[place]
+    inside = [name for name in known if key in _KEYS.get((*place, name), ())]
+    tiers = [with_article(kind) for kind in TierKind if key in _KEYS["tiers", kind]]
     if inside:
         return f"; it belongs under {' or '.join(inside)}"
-    if tiers and section not in TIER_MODELS.values():
-        return "; it is a key of a tier: write it in an entry of the list tiers"
-    if section is PeerTierConfig and key in fields_of(FileTierConfig):
+    if place == ("tiers", "peer") and key in _KEYS["tiers", "file"]:
         return "; peer memory keeps the newest whole checkpoint and the one that arrives, as they are: remove it"
-    if tiers:
+    if tiers and _is_tier(place):
         return f"; it is a key of {' or '.join(tiers)} tier"
-    if section is ObjectTierConfig and _OF_STORES.search(key):
+    if tiers:
+        return "; it is a key of a tier: write it in an entry of the list tiers"
+    if place == ("tiers", "object") and _OF_STORES.search(key):
         return "; it belongs under options, such as options: {endpoint_url: ..., key: ...}"
-    if key in fields_of(Config):
+    if key in _KEYS[()]:
         return "; it belongs at the top, beside run and tiers"
-    if issubclass(section, PolicySection):
-        return hint_at_policy(section.policy_kind, key, known)
+    if place[-1:] in (("interval",), ("retain",)):
+        return hint_at_policy(PolicyKind(place[-1]), key, known)
     return hint_at(key, known) or f"; expected one of {', '.join(known)}"
