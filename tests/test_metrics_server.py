@@ -22,7 +22,7 @@ from tests.rank_kit import config_of
 from tests.steps import wait_until
 from tests.test_bad_input import in_a_child
 from tierfall.config import Config
-from tierfall.config.sections import MetricsSection
+from tierfall.config.model import MetricsSection
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.errors import ConfigError, RanksError
 from tierfall.run import status_writer

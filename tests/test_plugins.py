@@ -169,6 +169,12 @@ def test_a_policy_without_settings_takes_none(value: Any) -> None:
         config_of(retain={"mine": {"weight": 1}})
 
 
+def test_a_policy_is_given_the_number_1_as_it_is() -> None:
+    """It equals true, which stands for no settings."""
+    register("retain", "mine", rules=int)(keep_nothing)
+    assert [r.rules for r in config_of(retain={"mine": 1}).stored[0].retain.rules()] == [1]
+
+
 def test_no_message_of_a_policys_own_shows_what_a_variable_holds() -> None:
     register("retain", "mine", rules=Model)(keep_nothing)
     tier = {"name": "d", "kind": "file", "path": "./c", "retain": {"mine": {"weight": "${env:S}"}}}

@@ -31,7 +31,7 @@ from tierfall.cli.common import (
 from tierfall.cli.ls_show import held_members
 from tierfall.cli.usage import Asked, Exit, StepName, at_terminal, refuse
 from tierfall.config import Config
-from tierfall.config.sections import OnClose
+from tierfall.config.model import OnClose
 from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner

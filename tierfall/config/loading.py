@@ -1,44 +1,41 @@
 """Turns a file, a dict or a ready model into a ``Config``, or into one error that names everything that is wrong.
 
-An error gives the place, what was expected, and the nearest known key; these come from the model itself (keys,
-examples). A value that came from the environment is never shown.
+The errors are pydantic's. Each is told with its place, what was expected, and the nearest known key; these come from
+the model itself (keys, examples). A value that came from the environment may be a secret: messages show the text as
+the file has it. The file is safe YAML only: no tag makes an object.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import ClassVar, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tierfall.config.fields import BASE, WRONG, fields_of, is_address, show
+from tierfall.backends.open import refuse_step_path
+from tierfall.config.fields import BASE, is_address, show
 from tierfall.config.model import (
-    CHAIN,
     TIER_MODELS,
     Config,
-    FileTierConfig,
-    HostTierConfig,
-    ObjectTierConfig,
-    PeerTierConfig,
-    check_chain,
-    link_of,
-)
-from tierfall.config.source import (
-    EnvironmentFill,
     Place,
     Problem,
-    YamlSource,
-    read_yaml,
-    write_place,
+    Section,
+    check_chain,
+    expand_tiers,
+    fields_of,
 )
+from tierfall.config.plugins import hint_at_policy
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.keys import check_name
-from tierfall.core.types.text import hint_at, with_article
+from tierfall.core.types.policy import PolicyKind
+from tierfall.core.types.text import hide_address, hint_at, with_article
 from tierfall.core.types.values import TierKind
 
 
@@ -60,8 +57,7 @@ def load_config(
     if isinstance(source, Config):
         return source if run is None else source.model_copy(update={"run": run})
     read = _read(source)
-    filling = EnvironmentFill(environ)
-    values = filling.fill(read.value)
+    values = read.fill(read.value, environ)
     if not isinstance(values, dict):
         colon = (
             '; is a colon missing? "run: r", then "tiers: ./checkpoints"'
@@ -71,253 +67,337 @@ def load_config(
         raise ConfigError(f"{read.where(())}expected a mapping with at least run and tiers{colon}")
     if run is not None:
         values["run"] = run
-    config, found = _validate(values, filling, read.folder)
-    unfilled = {problem.place for problem in filling.problems}
-    problems = [*read.problems, *filling.problems, *(p for p in found if p.place not in unfilled)]
-    if config is None or problems:
-        raise _config_error(read, problems)
-    return config if read.folder is None else config.read_from(read.folder / Path(read.label).name)
+    file = None if read.path is None else read.path.absolute()
+    config = _validate(values, read, None if file is None else file.parent)
+    if config is None or read.problems:
+        raise read.error()
+    return config if file is None else config.read_from(file)
 
 
-def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> YamlSource:
+def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> _Source:
     if isinstance(source, Mapping):
-        return YamlSource(label="", value=source)
+        return _Source(value=source)
     if isinstance(source, str | os.PathLike):
-        return read_yaml(Path(source).expanduser())
+        return _read_yaml(Path(source).expanduser())
     raise ConfigError(
         f"expected the path of a YAML file, a dict or a tierfall.Config, got {type(source).__name__}"
     )
 
 
-def _validate(
-    values: dict[str, object], filling: EnvironmentFill, base: Path | None
-) -> tuple[Config | None, list[Problem]]:
+def _validate(values: dict[str, object], read: _Source, base: Path | None) -> Config | None:
     """Validate the values. The error is not chained: its details contain values from the environment."""
     try:
-        return Config.model_validate(values, context={BASE: base}), []
+        return Config.model_validate(values, context={BASE: base})
     except ValidationError as error:
-        problems = list(problems_of(error, filling))
-        chain_checked = any(d["type"] == CHAIN for d in error.errors(include_url=False))
-    # pydantic checks the chain only if all else is valid; one message is to name all problems
+        found = error.errors(include_url=False)
+    # The model checks the chain only if all else is valid. One message is to name all problems, so it is checked here.
     tiers = values.get("tiers")
-    if not chain_checked and isinstance(tiers, list):
-        problems += check_chain([link_of(tier, base) for tier in tiers])
-    return None, problems
+    chain = check_chain(tiers, base) if isinstance(tiers, list) else []
+    told = [d for d in found if (d["loc"] or not chain) and not _is_echo(d, found)]
+    problems = [*(_problem(details, read) for details in told), *chain]
+    wrong_already = {problem.place for problem in read.problems}
+    read.problems += [problem for problem in problems if problem.place not in wrong_already]
+    return None
 
 
-def _config_error(source: YamlSource, problems: list[Problem]) -> ConfigError:
-    in_order = sorted(problems, key=lambda problem: source.line(problem.place) or 0)
-    lines = [
-        source.where(problem.place)
-        + ": ".join(filter(None, (write_place(problem.place), problem.message)))
-        for problem in in_order
-    ]
-    if len(lines) == 1:
-        return ConfigError(lines[0])
-    listed = "".join(f"\n  {line}" for line in lines)
-    return ConfigError(f"{source.label or 'configuration'}: {len(lines)} problems{listed}")
+# The file --------------------------------------------------------------------------------------------
+
+
+_FILE_BYTES_MAX = 128 << 10
+_VALUES_MAX = 10_000
+_DEPTH_MAX = 100
+_REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}|(\$\{[^}]*\}?)")
+_BRACED = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Source:
+    """Plain values, and what messages tell of them: the file that they are from, the line of each place, the texts in
+    which references were replaced, and what is wrong."""
+
+    value: object = None
+    path: Path | None = None
+    lines: dict[Place, int] = field(default_factory=dict)
+    hidden: dict[Place, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def error(self) -> ConfigError:
+        in_order = sorted(self.problems, key=lambda p: _around(p.place, self.lines) or 0)
+        lines = [f"{self.where(problem.place)}{problem}" for problem in in_order]
+        if len(lines) == 1:
+            return ConfigError(lines[0])
+        listed = "".join(f"\n  {line}" for line in lines)
+        return ConfigError(f"{self.path or 'configuration'}: {len(lines)} problems{listed}")
+
+    def where(self, place: Place) -> str:
+        """Return ``FILE:LINE: ``; empty if there is no file."""
+        return "" if self.path is None else f"{self.path}:{_around(place, self.lines)}: "
+
+    def original(self, place: Place) -> str | None:
+        """Return the text in the file if a reference in it was replaced."""
+        return _around(place, self.hidden)
+
+    def note_lines(self, node: yaml.Node, place: Place = ()) -> None:
+        """Note the line of every place: of its key in a mapping, of its beginning in a list."""
+        self.lines.setdefault(place, node.start_mark.line + 1)
+        if len(self.lines) > _VALUES_MAX:
+            many = f"more than {_VALUES_MAX} values, those of an alias counted wherever it stands"
+            raise _error_at(node, f"{many}; expected a file of a few lines")
+        if len(place) > _DEPTH_MAX:
+            raise _error_at(node, "a value that contains itself, or is nested too deeply")
+        for part, inner, line in _children(node):
+            below = (*place, part)
+            first, self.lines[below] = self.lines.get(below), line
+            if first is None:
+                self.note_lines(inner, below)
+            else:
+                message = f"the key occurs twice here, first on line {first}; remove one"
+                self.problems.append(Problem(below, message))
+
+    def fill(self, value: object, environ: Mapping[str, str], place: Place = ()) -> object:
+        """Return a copy of the value in plain dicts and lists, with every reference replaced. The text of a variable is
+        not searched for references."""
+        match value:
+            case str() if "${" in value:
+                self.hidden[place] = value
+                filled = _REFERENCE.sub(lambda m: self._value_of(m, environ, place), value)
+                _hide_address(filled, value)
+                return filled
+            case Mapping():
+                return {k: self.fill(inner, environ, (*place, k)) for k, inner in value.items()}
+            case list() | tuple():
+                return [self.fill(v, environ, (*place, n)) for n, v in enumerate(value)]
+            case _:
+                return value
+
+    def _value_of(self, match: re.Match[str], environ: Mapping[str, str], place: Place) -> str:
+        name, malformed = match[1], match[2]
+        if name and name in environ:
+            return environ[name]
+        if malformed is None:
+            message = f"the environment variable {name} is not set; set it, or write the value"
+        else:
+            hint = f": write ${{env:{malformed[2:-1]}}}" if _BRACED.fullmatch(malformed) else ""
+            message = f"{malformed} is not a reference; expected ${{env:NAME}}{hint}"
+        self.problems.append(Problem(place, message))
+        return "nothing" if malformed else match[0]  # the field's own check finds no second error
+
+
+V = TypeVar("V")
+
+
+def _around(place: Place, values: Mapping[Place, V]) -> V | None:
+    """Return the value at a place, or at the nearest one around it that has one."""
+    outward = (place[:length] for length in range(len(place), -1, -1))
+    return next((values[part] for part in outward if part in values), None)
+
+
+def _hide_address(filled: str, text: str) -> None:
+    """Have messages show the text of the file in place of an address."""
+    scheme, colon, rest = filled.partition("://")
+    if colon and rest:
+        hide_address(filled.rstrip("/"), text)
+        if scheme in ("http", "https"):  # of a server, messages name the host alone
+            hide_address(rest.partition("/")[0], text)
+
+
+def _read_yaml(path: Path) -> _Source:
+    """Read a configuration file. Raises ConfigError where it cannot be read, or is not YAML."""
+    text, source = _read_text(path), _Source(path=path)
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is not None:
+            source.note_lines(node)  # before the values are made: that resolves merge keys
+            source.value = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{path}{_format_yaml_error(error)}") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if node is None:
+        raise ConfigError(f"{path}: the file is empty; expected at least run and tiers")
+    return source
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without dates: no value is one, but the name of a run may look like one."""
+
+    yaml_constructors: ClassVar = {
+        **yaml.SafeLoader.yaml_constructors,
+        "tag:yaml.org,2002:timestamp": yaml.SafeLoader.construct_yaml_str,
+    }
+
+
+def _read_text(path: Path) -> str:
+    refuse_step_path(str(path))
+    try:
+        with path.open("rb") as file:
+            data = file.read(_FILE_BYTES_MAX + 1)
+    except FileNotFoundError as error:
+        if ":/" in str(path):
+            address = str(path).replace(":/", "://", 1)  # a Path has one "/"
+            raise ConfigError(
+                f"{address} is an address; expected the path of a YAML file, or a dict such as {{'run': 'r', 'tiers': "
+                "'s3://bucket/prefix'}"
+            ) from error
+        seen_from = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
+        raise ConfigError(
+            f"{path}: there is no such file{seen_from}; expected the path of a YAML file, or a dict"
+        ) from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path}: is a folder; expected a YAML file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(data) > _FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: is larger than 128 KiB; expected a YAML file of a few lines")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not text in UTF-8 (byte {error.start})") from error
+
+
+def _format_yaml_error(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    place = f":{mark.line + 1}:{mark.column + 1}: " if mark else ": "
+    context = f" ({error.context})" if error.context else ""
+    if error.problem and "'\\t'" in error.problem:
+        return f"{place}a tab; YAML is indented with spaces"
+    begun = error.context_mark
+    if (
+        begun is not None
+        and error.problem_mark is not None
+        and begun.line < error.problem_mark.line
+    ):
+        context = (
+            context.removesuffix(")") + f" that begins at {begun.line + 1}:{begun.column + 1})"
+        )
+    return f"{place}not valid YAML: {error.problem}{context}"
+
+
+def _error_at(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _children(node: yaml.Node) -> Iterator[tuple[str | int, yaml.Node, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, inner in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error_at(key, "a key that is a list or a mapping; expected a word")
+            yield str(key.value), inner, key.start_mark.line + 1
+    elif isinstance(node, yaml.SequenceNode):
+        for index, inner in enumerate(node.value):
+            yield index, inner, inner.start_mark.line + 1
+
+
+# What pydantic found ---------------------------------------------------------------------------------
 
 
 _UNKNOWN = ("extra_forbidden", "invalid_key")
 _EXPECTED = {
     "string_type": "text",
     "tuple_type": "a list",
+    "too_short": "a list",
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
     "dict_type": "a mapping",
 }
+"""By the type of an error; of other types, pydantic's message says it."""
 
 
-def problems_of(error: ValidationError, filling: EnvironmentFill) -> Iterator[Problem]:
-    """Describe every error of a validation. A key that is missing where its place is taken by a wrong one is that
-    mistake again, and left out."""
-    found = error.errors(include_url=False)
-    unknown = {details["loc"] for details in found if details["type"] in _UNKNOWN}
-    for details in found:
-        if details["type"] == CHAIN:
-            yield from details["ctx"]["findings"]
-        elif details["type"] != "missing" or not _stands_for(details["loc"], unknown):
-            yield _problem(details, filling)
+def _is_echo(details: ErrorDetails, found: Collection[ErrorDetails]) -> bool:
+    """Whether an error tells another one again: a key is missing since a wrong one takes its place, or a list is short
+    of the entries that are wrong."""
+    location, kind = details["loc"], details["type"]
+    if kind == "too_short":
+        return any(d is not details and d["loc"][: len(location)] == location for d in found)
+    if kind != "missing":
+        return False
+    key, unknown = str(location[-1]), [d["loc"] for d in found if d["type"] in _UNKNOWN]
+    beside = [str(place[-1]) for place in unknown if place[:-1] == location[:-1]]
+    return any({key, each} == {"path", "url"} or hint_at(each, [key]) for each in beside)
 
 
-def _stands_for(missing: Place, unknown: Collection[Place]) -> bool:
-    beside = [str(place[-1]) for place in unknown if place[:-1] == missing[:-1]]
-    key = str(missing[-1])
-    return any({key, other} == {"path", "url"} or hint_at(other, [key]) for other in beside)
-
-
-def _problem(details: ErrorDetails, filling: EnvironmentFill) -> Problem:
-    location, kind, context = details["loc"], details["type"], details.get("ctx", {})
-    # Without the kind that pydantic inserts into the location of a field of a tier.
+def _problem(details: ErrorDetails, read: _Source) -> Problem:
+    location, kind, value = details["loc"], details["type"], details["input"]
+    # Without the kind that pydantic inserts into the location of a tier.
     place = (*location[:2], *location[3:]) if location[:1] == ("tiers",) else location
-    original = filling.original(place)
-    if kind == WRONG and original is None:
-        return Problem(place=place, message=context["message"])
+    if kind.startswith("union_tag") and len(location) == 2:
+        location, place = (*location, "kind"), (*place, "kind")
+        value = details["ctx"].get("tag")
+        kind = "missing" if value is None else kind
+    original = read.original(place)
     if kind in _UNKNOWN:
-        return Problem(place=place, message=hint_key(location))
-    if kind == "missing":
-        return Problem(place=place, message=f"missing; expected a value{example(location)}")
-    if kind in ("union_tag_not_found", "union_tag_invalid"):
-        return _wrong_kind((*place, "kind"), context.get("tag"), filling)
-    shown = example_of(location, details["input"]) if original is None else example(location)
-    expected = context.get("expected") or f"{_EXPECTED.get(kind, 'a value')}{shown}"
-    return Problem(
-        place=place,
-        message=f"{_describe_value(details['input'], original)} does not fit; expected {expected}",
-    )
+        message = f"unknown key{_hint_at_key(location)}"
+    elif kind == "missing":
+        message = f"missing; {_expected(location, details, None)}"
+    elif original is not None:
+        message = f"the value of {original} does not fit; {_expected_by_field(location, details)}"
+    elif kind == "value_error":
+        message = str(details["ctx"]["error"])
+    else:
+        message = f"{show(value)} does not fit; {_expected(location, details, value)}"
+    return Problem(place, message)
 
 
-def _describe_value(value: object, original: str | None) -> str:
-    return show(value) if original is None else f"the value of {original}"
+def _expected_by_field(location: Place, details: ErrorDetails) -> str:
+    """Tell what was expected in place of a secret: what the error of the field tells for a text that nobody meant."""
+    info = _field_at(location)
+    if details["type"] == "value_error" and info is not None:
+        try:
+            TypeAdapter(info.rebuild_annotation()).validate_python("x://")
+        except ValidationError as error:
+            told = str(error.errors()[0].get("ctx", {}).get("error"))
+            return f"expected {told.partition('expected ')[2]}"
+    return _expected(location, details, None)
 
 
-def _wrong_kind(place: Place, tag: object, filling: EnvironmentFill) -> Problem:
-    expected = f"expected one of {', '.join(TierKind)}"
-    if tag is None:
-        return Problem(place=place, message=f"missing; {expected}")
-    original = filling.original(place)
-    near = hint_kind(str(tag)) if original is None else ""
-    return Problem(
-        place=place, message=f"{_describe_value(tag, original)} does not fit; {expected}{near}"
-    )
+def _expected(location: Place, details: ErrorDetails, value: object) -> str:
+    """Tell what was expected at a location; beside it, what its ``value`` may have meant (None: it is missing, or a
+    secret)."""
+    kind, listed = details["type"], str(details.get("ctx", {}).get("expected"))
+    of_tier = kind.startswith("union_tag") and len(location) == 3
+    words = [*TierKind] if of_tier else re.findall("'([^']+)'", listed)
+    if words:
+        return f"expected one of {', '.join(words)}{_hint_at_word(location, value, words)}"
+    quoted = kind == "string_type" and isinstance(value, int) and not isinstance(value, bool)
+    near = f'; put it in quotes: "{value}"' if quoted else ""
+    if kind in _EXPECTED or value is None:
+        return f"expected {_EXPECTED.get(kind, 'a value')}{_such_as(location, value)}{near}"
+    return details["msg"].replace("Input should be", "expected")  # of a policy of the user's
 
 
-# Hints: what was probably meant ----------------------------------------------------------------------
-
-
-_KINDS = {
-    TierKind.DEVICE: "gpu cuda hbm vram",
-    TierKind.HOST: "ram memory cpu dram shm pinned",
-    TierKind.PEER: "peers replica replicas neighbor neighbour nodes remote_memory",
-    TierKind.FILE: "disk nvme ssd local folder dir directory posix pfs nfs lustre fs",
-    TierKind.OBJECT: "s3 gs gcs az azure abfs minio http https bucket fsspec store",
-}
-"""What people call each kind of tier."""
-_OPTIONS = {
-    **{
-        name: name
-        for name in ("endpoint_url", "key", "secret", "token", "profile", "anon", "client_kwargs")
-    },
-    "endpoint": "endpoint_url",
-    "access_key": "key",
-    "secret_key": "secret",
-    "aws_access_key_id": "key",
-    "aws_secret_access_key": "secret",
-}
-"""Keys that people write beside an address, and the options of the store that they mean."""
-_MAIN = {
-    "interval": "every",
-    "flush": "every",
-    "compress": "codec",
-    "retain": "last",
-    "capture": "mode",
-    "evict": "order",
-    "drain": "deadline",
-    "metrics": "prometheus",
-}
-"""The key that a value alone in place of a section stands for."""
-_NAMES = ("codec", "mode", "order")
-"""Those whose value is a name; that of the others begins with a digit."""
-_REPLACED = {
-    "parity": "; a peer tier keeps copies: write copies: N in its place, and any N nodes may be lost",
-}
-"""Of keys that tierfall had once: what to write instead."""
-_NOT_OF_PEERS = {
-    "retain": "; peer memory keeps the newest checkpoint that is whole, and the one that arrives: remove it",
-    "evict": "; peer memory keeps the newest checkpoint alone: remove it",
-    "capacity": "; an image that does not fit into the free memory of the node is refused: remove it",
-    "compress": "; images are sent as they are: remove it",
-    "read_bandwidth": "; only a start reads peer memory: remove it, or limit what is sent by bandwidth",
-    "when_full": "; a save waits for peer memory as the host tier says: write it there",
-    "shared": "; the nodes never share it, since each keeps other images: remove it",
-    "read_only": "; each start fills peer memory anew: leave the tier out to do without it",
-}
-"""Of keys that a peer tier had once: why it has none."""
-
-
-def hint_kind(word: str) -> str:
-    """Return a hint at the kind of tier that was probably meant."""
-    for kind, words in _KINDS.items():
-        if word.lower() in words.split():
-            return f'; did you mean "{kind}"?'
-    return hint_at(word, TierKind)
-
-
-def hint_key(location: Place) -> str:
-    """Return what is wrong with a key that its section does not have, and where it belongs."""
-    model, key = _model_at(location[:-1]), str(location[-1])
-    known = list(fields_of(model))
-    near = (
-        (model is PeerTierConfig and _NOT_OF_PEERS.get(key))
-        or _REPLACED.get(key)
-        or _belongs(key, model)
-        or hint_at(key, known)
-        or f"; expected one of {', '.join(known)}"
-    )
-    kind = (
-        f" of {with_article(str(location[2]))} tier"
-        if len(location) == 4 and location[0] == "tiers"
-        else ""
-    )
-    return f"unknown key{kind}{near}"
-
-
-def _belongs(key: str, model: type[BaseModel]) -> str:
-    """Return where a key belongs that this section lacks and another has, to append to a message; empty if none has."""
-    inner = [name for name, field in fields_of(model).items() if key in _fields_in(field)]
-    if inner:
-        return f"; it belongs under {' or '.join(inner)}"
-    if key == "path" and model is HostTierConfig:
-        return "; write folder for the folder of its memory"
-    kinds = [with_article(kind) for kind, tier in TIER_MODELS.items() if key in fields_of(tier)]
-    if kinds and model in TIER_MODELS.values():
-        other = (
-            "; an address is given as url" if key == "path" and model is ObjectTierConfig else ""
-        )
-        if key == "url" and model is FileTierConfig:
-            other = ": write kind: object, and no path"
-        named = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
-        return f"; it is a key of {named} tier{other}"
-    if key in _OPTIONS and model is ObjectTierConfig:
-        return f"; it belongs under options: options: {{{_OPTIONS[key]}: ...}}"
-    if kinds:
-        return "; it is a key of a tier: write it in an entry of the list tiers"
-    return "; it belongs at the top, beside run and tiers" if key in fields_of(Config) else ""
-
-
-def example_of(location: Place, value: object) -> str:
-    """Return `` such as`` and an example in place of a value that does not fit, made of that value where it can be."""
-    if len(location) == 2 and location[0] == "tiers" and isinstance(value, str):
-        return f": {_tier_of(value)}"
-    if location and location[-1] == "on_signal" and isinstance(value, str):
-        return f" such as [{value}]"
-    main = _MAIN.get(str(location[-1])) if location else None
-    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
-    if plain and (main in _NAMES or (main is not None and str(value)[:1].isdigit())):
-        return f": {{{main}: {value}}}"
-    return example(location)
-
-
-def _tier_of(text: str) -> str:
-    if text in (TierKind.HOST, TierKind.DEVICE):
-        return f"{{name: {text}, kind: {text}}}"
-    if is_address(text):
-        return '{name: store, kind: object, url: "..."}'  # it may have a secret in it
-    return f"{{name: disk, kind: file, path: {text}}}"
-
-
-def example(location: Place) -> str:
-    """Return `` such as`` with the example of a field, or nothing if the model has none."""
-    field = fields_of(_model_at(location[:-1])).get(str(location[-1])) if location else None
-    if field is None or not field.examples:
+def _such_as(location: Place, value: object) -> str:
+    """Return an example, which is made of the given value if it can be."""
+    if len(location) == 2 and location[0] == "tiers":
+        return f": {_flow(_tier_of(value))}"
+    info = _field_at(location)
+    if info is None or not info.examples:
         return ""
-    return f" such as {_flow(field.examples[0])}"
+    example = info.examples[0]
+    if isinstance(location[-1], int):
+        return f" such as {_flow(example[0])}"
+    match example:
+        case [str()] if value and isinstance(value, str):
+            return f": {_flow([value])}"
+        case dict() if isinstance(value, str | int | float) and not isinstance(value, bool):
+            key, shown = next(iter(example.items()))
+            begins = str(value)[:1]
+            if begins.isalnum() and begins.isdigit() is str(shown)[:1].isdigit():
+                return f": {_flow({key: value})}"
+    return f" such as {_flow(example)}"
 
 
-def _fields_in(field: FieldInfo) -> Mapping[str, FieldInfo]:
-    """Return the fields of the section that a field holds, if it holds one."""
-    section = _section_in(field.annotation)
-    return {} if section is None or section in TIER_MODELS.values() else fields_of(section)
+def _tier_of(value: object) -> object:
+    """Return the tier that a text in place of it stands for. Of an address, which may contain a secret, any other."""
+    text = value if isinstance(value, str) and value else "host"
+    if text in (TierKind.HOST, TierKind.DEVICE):
+        return {"name": text, "kind": text}
+    chain = expand_tiers("s3://bucket/prefix" if is_address(text) else text)
+    assert isinstance(chain, list)
+    return chain[1]
 
 
 def _flow(value: object) -> str:
@@ -326,19 +406,95 @@ def _flow(value: object) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _model_at(location: Place) -> type[BaseModel]:
-    """Return the section that contains a location of pydantic's."""
-    model: type[BaseModel] = Config
-    if location[:1] == ("tiers",) and len(location) > 2:
-        model, location = TIER_MODELS[str(location[2])], location[3:]
-    for part in location:
-        field = fields_of(model).get(str(part))
-        model = (_section_in(field.annotation) if field else None) or model
-    return model
+def _sections(section: type[Section], place: Place) -> Iterator[tuple[Place, dict[str, FieldInfo]]]:
+    """Yield the keys of a section and of those in it, by their places: ``("tiers", "file", "flush")``."""
+    yield place, fields_of(section)
+    for key, info in fields_of(section).items():
+        found = [info.annotation]
+        for annotation in found:
+            found += get_args(annotation)
+            if isinstance(annotation, type) and issubclass(annotation, Section):
+                kind = [k for k, tier in TIER_MODELS.items() if tier is annotation]
+                yield from _sections(annotation, (*place, key, *kind))
 
 
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = (_section_in(inner) for inner in get_args(annotation))
-    return next((section for section in found if section is not None), None)
+_KEYS = dict(_sections(Config, ()))
+
+
+def _field_at(location: Place) -> FieldInfo | None:
+    """Return the field at a location of pydantic's, or of the list there; None in the settings of a user's policy."""
+    *place, key = (part for part in location if isinstance(part, str))
+    return _KEYS.get(tuple(place), {}).get(key)
+
+
+# What was probably meant -----------------------------------------------------------------------------
+
+
+_CALLED = {
+    TierKind.DEVICE: "gpu cuda hbm vram",
+    TierKind.HOST: "ram memory cpu dram shm pinned",
+    TierKind.PEER: "peers replica replicas neighbor neighbour nodes remote_memory",
+    TierKind.FILE: "disk nvme ssd local folder dir directory posix pfs nfs lustre fs",
+    TierKind.OBJECT: "s3 gs gcs az azure abfs minio http https bucket fsspec store",
+}
+"""What people call each kind of tier."""
+_OF_STORES = re.compile("endpoint|key|secret|token|profile|anon|client")
+"""In keys that people write beside an address, and that are options of the store."""
+_INSTEAD: dict[Place, str] = {
+    ("host", "path"): "write folder for the folder of its memory",
+    ("file", "url"): "it is a key of an object tier: write kind: object, and no path",
+    ("object", "path"): "write an address as url, and a folder as the path of a file tier",
+    ("peer", "parity"): "write copies: N in its place, and any N nodes may be lost",
+    ("capture", "mode", "auto"): "leave mode out for lazy, the default",
+    (
+        "object",
+        "driver",
+        "obstore",
+    ): "remove driver: fsspec has gcsfs and adlfs for gs:// and az://",
+}
+"""What to write in place of a key, or of a word, by the end of its location."""
+
+
+def _hint_at_word(location: Place, word: object, words: Collection[str]) -> str:
+    if not isinstance(word, str):
+        return ""
+    called = {name: kind for kind, names in _CALLED.items() for name in names.split()}
+    if called.get(word.lower()) in words:
+        word = called[word.lower()]
+    instead = _INSTEAD.get((*location[-2:], word))
+    return f"; {instead}" if instead else hint_at(word, words)
+
+
+def _hint_at_key(location: Place) -> str:
+    """Return where a key belongs that its section does not have, or what was probably meant."""
+    place, key = tuple(part for part in location[:-1] if isinstance(part, str)), str(location[-1])
+    if place not in _KEYS:
+        return ""
+    of_tier = f" of {with_article(place[1])} tier" if _is_tier(place) else ""
+    instead = _INSTEAD.get(location[-2:])
+    return of_tier + (f"; {instead}" if instead else _belongs(place, key))
+
+
+def _is_tier(place: Place) -> bool:
+    return place[:1] == ("tiers",) and len(place) == 2
+
+
+def _belongs(place: tuple[str, ...], key: str) -> str:
+    known = _KEYS[place]
+    inside = [name for name in known if key in _KEYS.get((*place, name), ())]
+    tiers = [with_article(kind) for kind in TierKind if key in _KEYS["tiers", kind]]
+    if inside:
+        return f"; it belongs under {' or '.join(inside)}"
+    if place == ("tiers", "peer") and key in _KEYS["tiers", "file"]:
+        return "; peer memory keeps the newest whole checkpoint and the one that arrives, as they are: remove it"
+    if tiers and _is_tier(place):
+        return f"; it is a key of {' or '.join(tiers)} tier"
+    if tiers:
+        return "; it is a key of a tier: write it in an entry of the list tiers"
+    if place == ("tiers", "object") and _OF_STORES.search(key):
+        return "; it belongs under options, such as options: {endpoint_url: ..., key: ...}"
+    if key in _KEYS[()]:
+        return "; it belongs at the top, beside run and tiers"
+    if place[-1:] in (("interval",), ("retain",)):
+        return hint_at_policy(PolicyKind(place[-1]), key, known)
+    return hint_at(key, known) or f"; expected one of {', '.join(known)}"

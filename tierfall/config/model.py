@@ -1,61 +1,411 @@
-"""The model of the YAML file: its first level, and the tiers, one class for each kind.
+"""The model of the YAML file: every key, its default and its meaning. docs/configuration.md is written from it.
 
-The model contains numbers and absolute paths; it opens nothing. Single values are checked in ``fields``. The chain of
-tiers is checked as a whole: which kinds, in which order, and no duplicates.
+A key in YAML is the name of the attribute without its unit. The model contains numbers and absolute paths; it opens
+nothing. Types of values are in ``fields``. A key of ``interval`` or ``retain`` that the section does not have is the
+name of a registered policy (``tierfall.config.plugins``), whose own model validates its value.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
-from tierfall.config.fields import (
-    Bandwidth,
-    Chunk,
-    Count,
-    Flag,
-    Folder,
-    Interface,
-    Name,
-    Rate,
-    Size,
-    Url,
-    Wait,
-    any_word,
-    choice,
-    is_address,
-    no_address,
-    parsed,
-    show,
-    value_error,
-)
-from tierfall.config.plugins import load_module
-from tierfall.config.sections import (
-    CaptureSection,
-    CompressSection,
-    DrainSection,
-    EventsSection,
-    EvictSection,
-    FlushSection,
-    IntervalSection,
-    MetricsSection,
-    OnClose,
-    RetainSection,
-    Section,
-    expand_events,
-)
-from tierfall.config.source import Problem, write_place
+from tierfall.config import fields, plugins
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.policy import PolicyKind, Rule
 from tierfall.core.types.text import with_article
-from tierfall.core.types.values import Driver, OnError, TierKind, WhenFull
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import (
+    CaptureMode,
+    Codec,
+    Direction,
+    Driver,
+    OnError,
+    TierKind,
+    Verify,
+    WhenFull,
+)
+from tierfall.policies.flush import IN_ORDER
+from tierfall.policies.retention import BestRule, EveryRule, TagsRule
 from tierfall.tiers.host_folder import default_folder
+
+
+class Section(BaseModel):
+    """A mapping of the file: frozen, without unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        hide_input_in_errors=True,
+        serialize_by_alias=True,
+        use_attribute_docstrings=True,
+        alias_generator=lambda name: re.sub("_(bytes_per_s|bytes|s)$", "", name),
+    )
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a section by their keys in YAML."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+class PolicySection(Section):
+    """A section whose other keys are the names of registered policies, each with its settings."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
+    )
+    policy_kind: ClassVar[PolicyKind]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_policies(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return plugins.read_policies(cls.policy_kind, value, [*fields_of(cls)])
+
+    def registered(self) -> list[Rule]:
+        """Return the registered policies that are configured, as rules of their kind."""
+        named = (self.model_extra or {}).items()
+        return [plugins.rule(self.policy_kind, name, rules) for name, rules in named]
+
+
+def _alone(key: str, types: Any, section: Any) -> BeforeValidator:
+    """Accept a value of these types in place of a section: it stands for that key."""
+    return BeforeValidator(
+        lambda value: {key: value} if isinstance(value, types) else value, types | section
+    )
+
+
+# When maybe_save saves -------------------------------------------------------------------------------
+
+
+OVERHEAD = 0.035
+"""The default share of training time that saving may cost: CheckFreq's (FAST'21)."""
+
+
+class Mtbf(Section):
+    """How often training fails, by loss class. Each includes the more severe classes."""
+
+    process_s: fields.Wait | None = Field(default=None, examples=["4h"])
+    """The mean time between failures that end the training, whatever else they destroy; absent: as `node`.
+    `mtbf: 4h` means `{process: 4h}`."""
+    node_s: fields.Wait | None = Field(default=None, examples=["12h"])
+    """The mean time between failures that lose a node, with its memory and its disks; absent: as `process`."""
+    site_s: fields.Wait | None = Field(default=None, examples=["90d"])
+    """The mean time between failures that lose everything but object stores; absent: as `node`."""
+
+    @model_validator(mode="after")
+    def _increases(self) -> Self:
+        times = [s for s in (self.process_s, self.node_s, self.site_s) if s is not None]
+        if not times:
+            raise ConfigError("has no time; expected 4h, or {process: 4h, node: 12h}")
+        if times != sorted(times):
+            raise ConfigError(
+                "a more severe loss occurs more often than a less severe one; expected process at most node, and node "
+                "at most site: the loss of a node is also the loss of its processes"
+            )
+        return self
+
+
+class IntervalSection(PolicySection):
+    """When maybe_save saves: by one of every, overhead and mtbf, or a registered policy; on_signal and at_end are
+    additional."""
+
+    policy_kind = PolicyKind.INTERVAL
+
+    every: fields.Every | None = Field(default=None, examples=[100])
+    """Save every so many training steps, or every so much time: `10m` saves at the first step after that time."""
+    overhead: fields.Overhead | None = Field(default=None, examples=["3.5%"])
+    """The share of training time that saving may cost. The interval is computed from measured steps and saves. Absent:
+    3.5%, if neither `every` nor `mtbf` is set."""
+    mtbf: Annotated[Mtbf | None, _alone("process", str | int | float, Mtbf | None)] = Field(
+        default=None, examples=["4h"]
+    )
+    """The mean time between failures: the interval is computed that loses the least time to saving and to failures
+    together (Young and Daly). A time, or one for each loss class: `{process: 4h, node: 12h, site: 90d}`."""
+    on_signal: tuple[fields.Signal, ...] = Field(default=(), examples=[["SIGTERM"]])
+    """Signals on which the next `maybe_save` saves, whatever the interval is. A handler installed before still runs."""
+    at_end: fields.Flag = Field(default=True, examples=[False])
+    """Whether `close` saves the last step that `maybe_save` was given, if it is not saved yet. Every tier receives it.
+    After an exception it is not saved."""
+
+    @model_validator(mode="after")
+    def _one_measure(self) -> Self:
+        named = [n for n in ("every", "overhead", "mtbf") if getattr(self, n) is not None]
+        named += self.model_extra or {}
+        if len(named) > 1:
+            raise ConfigError(
+                f"{' and '.join(named)} cannot stand together; keep one: every (a fixed interval), overhead (from what "
+                "saving costs) or mtbf (from what saving and failures cost)"
+            )
+        return self
+
+    @property
+    def every_steps(self) -> int | None:
+        """The interval in steps, if it is set in steps."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def every_s(self) -> float | None:
+        """The interval in seconds, if it is set as a time."""
+        return self.every if isinstance(self.every, float) else None
+
+    def rule(self) -> Rule | None:
+        """Return the registered policy that is configured, as a rule of kind ``interval``; None if there is none."""
+        return next(iter(self.registered()), None)
+
+    @property
+    def budget(self) -> float | None:
+        """The share of training time that saving may cost; None where every or mtbf decides. It also applies where a
+        plug-in's policy has no answer."""
+        if self.every is not None or self.mtbf is not None:
+            return None
+        return OVERHEAD if self.overhead is None else self.overhead
+
+
+# Other sections of the first level -------------------------------------------------------------------
+
+
+class CaptureSection(Section):
+    """How the state is copied."""
+
+    mode: CaptureMode = Field(default=CaptureMode.LAZY, examples=["blocking"])
+    """`lazy`: `save` returns at once, and the state is copied until the optimizer's next step. `blocking`: `save`
+    returns when the state is copied."""
+    verify: fields.Switch = Field(default=Verify.SAMPLE, examples=["full"])
+    """How much of a lazily captured image is compared with the state as it was at `save`, before the image is sealed.
+    `sample`: short tensors whole, about a hundred places of longer ones, and in rotation 2 MiB of these. `full` (or
+    `true`): every byte in host memory. `off` (or `false`): only version counters and addresses; then frozen parameters
+    are copied before `save` returns. A snapshot that differs is given up, and the error names the tensor."""
+    threads: fields.Count | None = Field(default=None, examples=[4])
+    """How many threads hash an image that is mostly on GPUs, and verify a restore. Any other image is hashed by one.
+    Absent: as many as the process may use cores, at most 8; ranks that may use the same cores divide them."""
+    bandwidth_bytes_per_s: fields.Rate | None = Field(default=None, examples=["10GB/s"])
+    """The most that a lazy capture takes of the bus to the device, or of memory, until the optimizer's step waits for
+    it; absent: no limit."""
+
+
+class DrainSection(Section):
+    """What is done when a signal announces the end of the process."""
+
+    on_signal: Annotated[tuple[fields.Signal, ...], Field(min_length=1)] = Field(
+        default=("SIGTERM",), examples=[["SIGTERM"]]
+    )
+    """The signals that announce the end, by name: any that a program can continue after. On one of them, whatever the
+    training thread is doing, all that can become durable before the deadline does, the most valuable first. Then the
+    signal has the effect that it had before."""
+    deadline_s: fields.Wait = Field(default="25s", validate_default=True, examples=["110s"])
+    """How long the drain may take: a little less than the notice before the process is killed."""
+
+
+RANK, RUN = "{rank}", "{run}"
+MAX_BYTES_LEAST = 64 << 10
+
+
+def _check_placeholders(path: Path) -> Path:
+    for found in re.findall(r"\{[^{}]*\}", str(path)):
+        if found not in (RANK, RUN):
+            raise ConfigError(
+                f'"{found}" is not a placeholder; expected a file such as ./events.jsonl, with {RANK} and {RUN} to be '
+                "filled in"
+            )
+    return path
+
+
+def _check_max_bytes(max_bytes: int) -> int:
+    if max_bytes < MAX_BYTES_LEAST:
+        raise ConfigError(
+            f"{max_bytes} bytes are too few; expected {format_size(MAX_BYTES_LEAST)} or more"
+        )
+    return max_bytes
+
+
+class EventsSection(Section):
+    """The event log: one line of JSON per event."""
+
+    path: Annotated[fields.Folder, AfterValidator(_check_placeholders)] = Field(
+        examples=["./events-{rank}.jsonl"]
+    )
+    """The file. `{run}` in it stands for the name of the run. Rank 0 writes it for all ranks; with `{rank}` in it, each
+    rank writes its own."""
+    max_bytes: Annotated[fields.Size, AfterValidator(_check_max_bytes)] = Field(
+        default="64MiB", validate_default=True, examples=["1GiB"]
+    )
+    """The most that it takes on disk, 64KiB or more. At half of that the file is renamed to the same name with `.1`
+    appended, which replaces the one before."""
+
+    def file_of(self, *, run: str, rank: int) -> Path | None:
+        """Return the file that a rank writes; None if it writes none."""
+        text = str(self.path)
+        if rank != 0 and RANK not in text:
+            return None
+        return Path(text.replace(RUN, run).replace(RANK, str(rank)))
+
+
+class MetricsSection(Section):
+    """Where the run's metrics are served."""
+
+    prometheus: fields.Listen = Field(examples=[9109])
+    """The port of an HTTP server with `/metrics` for Prometheus, and `/healthz`; or an address and a port, such as
+    `127.0.0.1:9109`. The first rank of each node serves its own."""
+
+    @property
+    def listens_on(self) -> tuple[str, int]:
+        """The address, empty for all of this machine, and the port."""
+        return fields.listen_address(self.prometheus)
+
+
+# What a tier receives, keeps and deletes -------------------------------------------------------------
+
+
+_ORDER_SCHEMA = WithJsonSchema(
+    {"anyOf": [{"type": "string"}, {"type": "object", "maxProperties": 1}]}
+)
+
+
+class FlushSection(Section):
+    """Which checkpoints a tier receives."""
+
+    every: fields.Count = Field(default=1, examples=[10])
+    """The tier gets every so many of the saved checkpoints (not of the training steps), counted over restarts."""
+    order: Annotated[
+        dict[str, Any] | None,
+        BeforeValidator(lambda value: plugins.read_order(PolicyKind.FLUSH, value)),
+        _ORDER_SCHEMA,
+    ] = Field(default=None, examples=["newest_first"])
+    """Which waiting checkpoint is copied first. `in_order` (the default): the oldest. `newest_first`: the newest, and
+    older ones after it. Or a registered order. In any order but `in_order`, those that the tier's retention would
+    delete at once are given up. A copy that was begun is finished first."""
+    within_s: fields.Wait | None = Field(default=None, examples=["10m"])
+    """How far behind the tier may be: the greatest age of the oldest checkpoint that is newer than all that it has. If
+    it is further behind, that is logged once, and counted. Checkpoints that it is owed are not superseded."""
+    yields: fields.Flag = Field(default=True, alias="yield", examples=[False])
+    """Whether the tier is written slower if flushing slows training steps: down to the rate that keeps up with the
+    saves and with `within`, and never below a tenth of its rate."""
+
+    def rule(self) -> Rule | None:
+        """Return the order as a rule of kind ``flush``; None for the default, also where it is named."""
+        if IN_ORDER in (self.order or ()):
+            return None
+        return plugins.order_rule(PolicyKind.FLUSH, self.order)
+
+
+class BestSection(Section):
+    """The best checkpoints by a metric."""
+
+    metric: str = Field(examples=["loss"])
+    """The name of the metric, as given to `save`."""
+    mode: Direction = Field(default=Direction.MIN, examples=["max"])
+    """Whether less is better (`min`), or more (`max`)."""
+    count: fields.Count = Field(default=1, examples=[2])
+    """How many to keep."""
+
+
+class RetainSection(PolicySection):
+    """Which checkpoints a tier keeps: those that any of these rules keeps. Pinned ones and the newest are kept in any
+    case. Other keys are registered rules."""
+
+    policy_kind = PolicyKind.RETAIN
+
+    last: fields.Count | None = Field(default=None, examples=[3])
+    """Keep the newest so many."""
+    every: fields.Every | None = Field(default=None, examples=[1000, "1d"])
+    """A whole number: keep the first at or after each multiple of so many training steps. A time with its unit, such as
+    `1d`: keep the first of each such period, in UTC."""
+    best: BestSection | None = Field(
+        default=None, examples=[{"metric": "loss", "mode": "min", "count": 2}]
+    )
+    """Keep the best by a metric."""
+    for_s: fields.Wait | None = Field(default=None, examples=["30d"])
+    """Keep what was saved less than this time ago; alone, it deletes everything older."""
+    tags: fields.Tags | None = Field(default=None, examples=[["release"], True])
+    """Keep what has one of these tags; `true`: any tag."""
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Return the configured rules, each bound to its policy of kind ``retain``."""
+        steps = self.every if isinstance(self.every, int) else None
+        names = () if isinstance(self.tags, bool | None) else self.tags
+        rules: dict[str, Any] = {
+            "last": self.last,
+            "every": self.every and EveryRule(steps=steps, period_s=None if steps else self.every),
+            "best": self.best and BestRule(**dict(self.best)),
+            "for": self.for_s,
+            "tags": self.tags and TagsRule(names=names),
+        }
+        configured = [(name, value) for name, value in rules.items() if value is not None]
+        built_in = (plugins.rule(PolicyKind.RETAIN, name, value) for name, value in configured)
+        return (*built_in, *self.registered())
+
+
+class EvictSection(Section):
+    """What a tier deletes if its capacity is short: first what no rule of retain keeps."""
+
+    high: fields.Share | None = Field(default=None, examples=["90%"])
+    """The share of `capacity` above which copies are deleted; absent: only if there is no room."""
+    low: fields.Share | None = Field(default=None, examples=["80%"])
+    """The share of `capacity` down to which they are then deleted; absent: as `high`."""
+    order: Annotated[
+        dict[str, Any] | None,
+        BeforeValidator(lambda value: plugins.read_order(PolicyKind.EVICT, value)),
+        _ORDER_SCHEMA,
+    ] = Field(default=None, examples=["oldest"])
+    """What is deleted first. `cheapest` (the default): what another tier stores as safely and restores fastest; then
+    the oldest. `oldest`: the oldest. Or a registered order."""
+
+    @model_validator(mode="after")
+    def _check_watermarks(self) -> Self:
+        if self.low is not None and self.high is None:
+            raise ConfigError("low has no effect without high; expected {high: 90%, low: 80%}")
+        if self.high == 0 or (self.low is not None and self.low > (self.high or 0)):
+            raise ConfigError(
+                "high must be above 0%, and low no higher; expected {high: 90%, low: 80%}"
+            )
+        return self
+
+    def rule(self) -> Rule | None:
+        """Return the order as a rule of kind ``evict``; None for the default."""
+        return plugins.order_rule(PolicyKind.EVICT, self.order)
+
+
+class CompressSection(Section):
+    """How stored chunks are compressed."""
+
+    codec: Codec = Field(default=Codec.NONE, examples=["zstd"])
+    """`none`: uncompressed. `zstd`: the zstd seekable format, which `zstd -d` unpacks to the safetensors file.
+    `planes`: the bytes of a chunk grouped by their position in an item, then zstd; about 12 % smaller and twice as
+    fast to read, by tierfall only."""
+    level: fields.Level | None = Field(default=None, examples=[3])
+    """The level of zstd, from 1 (the default, and usually the best choice) to 19."""
+
+    @model_validator(mode="after")
+    def _level_has_a_codec(self) -> Self:
+        if self.level is not None and self.codec is Codec.NONE:
+            raise ConfigError(
+                "a level without a codec; expected {codec: zstd, level: 3}, or no level"
+            )
+        return self
+
+
+# Tiers -----------------------------------------------------------------------------------------------
+
 
 FOLDER = "file://"
 PEER_FOLDER = ".peers"
@@ -63,141 +413,78 @@ PEER_FOLDER = ".peers"
 NODE_SPREAD = "node"
 
 
+class OnClose(StrEnum):
+    """What a clean close does with the images in memory, once all are durable below."""
+
+    RELEASE = "release"
+    KEEP = "keep"
+
+
 class _Tier(Section):
-    name: Name = Field(
-        description="The name of the tier in commands, reports and messages.", examples=["nvme"]
-    )
+    name: fields.Name = Field(examples=["nvme"])
+    """The name of the tier in commands, reports and messages."""
 
 
 class DeviceTierConfig(_Tier):
     """Spare memory of the GPU, per rank, for tensors that a step would wait for. It stores no checkpoint."""
 
-    kind: Literal[TierKind.DEVICE] = Field(
-        description="device: spare memory of the GPU. Without a GPU the tier is omitted, with a warning."
-    )
-    capacity_bytes: Size = Field(
-        alias="capacity",
-        description="How much to allocate at the first save, per rank.",
-        examples=["4GiB"],
-    )
+    kind: Literal[TierKind.DEVICE] = Field(examples=["device"])
+    """Spare memory of the GPU. Without a GPU the tier is omitted, with a warning."""
+    capacity_bytes: fields.Size = Field(examples=["4GiB"])
+    """How much to allocate at the first save, per rank."""
 
 
 class HostTierConfig(_Tier):
     """Memory of the host, page-locked where there is a device; each rank has its own."""
 
-    kind: Literal[TierKind.HOST] = Field(
-        description="host: memory of the host. There is exactly one such tier."
-    )
-    capacity_bytes: Size | None = Field(
-        default=None,
-        alias="capacity",
-        description="How much to take, per rank; absent: two images, with a peer tier three, and one more if saves "
-        "wait and there is room; the ranks of a node together at most three quarters of the free memory, with a peer "
-        "tier half of it.",
-        examples=["16GiB"],
-    )
-    when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] = Field(
-        default=WhenFull.WAIT,
-        description="What a save does when there is no room. wait: it waits, up to max_wait, and is skipped then. "
-        "skip: it is skipped at once. supersede: it replaces the oldest snapshot that no stored tier has, or is "
-        "copying, if that one is not needed; else it waits.",
-        examples=["supersede"],
-    )
-    folder: Annotated[Folder, no_address("a folder of the machine")] | None = Field(
-        default=None,
-        description="The folder of the memory's files; absent: a folder of the user's own in /dev/shm, or in "
-        "the temporary folder if there is no /dev/shm.",
-        examples=["/dev/shm/checkpoints"],
-    )
-    on_close: Annotated[OnClose, choice(OnClose), any_word(OnClose)] = Field(
-        default=OnClose.RELEASE,
-        description="release: a clean close frees the memory, once all is durable below. keep: the images remain "
-        "in memory for the next start.",
-        examples=["keep"],
-    )
-
-
-_KEYS_OF_WRITING = frozenset(
-    {
-        "bandwidth",
-        "capacity_bytes",
-        "compress",
-        "evict",
-        "flush",
-        "max_wait_s",
-        "retain",
-        "when_full",
-    }
-)
-"""Keys that apply only to a tier that is written to."""
+    kind: Literal[TierKind.HOST] = Field(examples=["host"])
+    """Memory of the host. There is exactly one such tier."""
+    capacity_bytes: fields.Size | None = Field(default=None, examples=["16GiB"])
+    """How much to take, per rank. Absent: two images (three with a `peer` tier), and one more if saves wait and there
+    is room; the ranks of a node together at most three quarters of the free memory, with a `peer` tier half of it."""
+    when_full: WhenFull = Field(default=WhenFull.WAIT, examples=["supersede"])
+    """What a save does if there is no room. `wait`: it waits, up to `max_wait`, and is skipped then. `skip`: it is
+    skipped at once. `supersede`: it replaces the oldest snapshot that no stored tier has, or is copying, if that one is
+    not needed; else it waits."""
+    folder: fields.Folder | None = Field(default=None, examples=["/dev/shm/checkpoints"])
+    """The folder of the memory's files. Absent: a folder of the user's own in `/dev/shm`, or in the temporary folder if
+    there is no `/dev/shm`."""
+    on_close: OnClose = Field(default=OnClose.RELEASE, examples=["keep"])
+    """`release`: a clean close frees the memory, if the stored tiers are owed nothing, and a check finds the newest
+    checkpoint complete there. `keep`: the images remain in memory for the next start."""
 
 
 class StoredTierConfig(_Tier):
     """A tier that stores checkpoints in files or objects."""
 
-    read_only: Flag = Field(
-        default=False,
-        description="Whether the tier is only restored from: nothing is flushed to it, and nothing there is changed or "
-        "deleted.",
-        examples=[True],
-    )
-    shared: Flag | None = Field(
-        default=None,
-        description="Whether all nodes see the same files; absent: an object store is shared, and for a folder open "
-        "finds out if there are several nodes. A tier that is not shared does not survive the loss of a node.",
-        examples=[True],
-    )
-    capacity_bytes: Size | None = Field(
-        default=None,
-        alias="capacity",
-        description="The most that tierfall may store there; per node if it is not shared; absent: what "
-        "the medium has.",
-        examples=["500GiB"],
-    )
-    flush: FlushSection = Field(
-        default=FlushSection(),
-        description="Which checkpoints the tier receives.",
-        examples=[{"every": 1}],
-    )
-    retain: RetainSection = Field(
-        default=RetainSection(), description="Which checkpoints it keeps.", examples=[{"last": 3}]
-    )
-    evict: EvictSection = Field(
-        default=EvictSection(),
-        description="What it deletes if its capacity is short.",
-        examples=[{"order": "oldest"}],
-    )
-    compress: CompressSection = Field(
-        default=CompressSection(),
-        description="How chunks are compressed there.",
-        examples=[{"codec": "none"}],
-    )
-    bandwidth: Bandwidth | None = Field(
-        default=None,
-        description="The most that may be written there per second, by one rank: a rate, or a share of how fast the "
-        "tier was measured to be; absent: no limit.",
-        examples=["500MB/s", "50%"],
-    )
-    read_bandwidth: Rate | None = Field(
-        default=None,
-        description="The most that may be read from there per second, by one rank: by restores, load, verify, export, "
-        "and flushes to other tiers; absent: no limit.",
-        examples=["2GB/s"],
-    )
-    when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] | None = Field(
-        default=None,
-        description="What happens to checkpoints that this tier is owed, if it is behind and the tiers above are full "
-        "of them. wait: saves wait. skip: the newest that is not being copied is given up. supersede: the oldest is. "
-        "None is given up that is needed. Absent: supersede if the host tier has it, else wait.",
-        examples=["supersede"],
-    )
-    max_wait_s: Wait | None = Field(
-        default=None,
-        alias="max_wait",
-        description="The most that a save may wait for this tier, in place of the run's max_wait; and how long it may "
-        "fail before that is reported.",
-        examples=["10s"],
-    )
+    read_only: fields.Flag = Field(default=False, examples=[True])
+    """Whether the tier is only restored from: nothing is flushed to it, and nothing there is changed or deleted."""
+    shared: fields.Flag | None = Field(default=None, examples=[True])
+    """Whether all nodes see the same files. A tier that is not shared does not survive the loss of a node. Absent: an
+    object store is shared, and for a folder `open` finds out if there are several nodes."""
+    capacity_bytes: fields.Size | None = Field(default=None, examples=["500GiB"])
+    """The most that tierfall may store there, per node if it is not shared; absent: what the medium has."""
+    flush: FlushSection = Field(default=FlushSection(), examples=[{"every": 1}])
+    """Which checkpoints the tier receives."""
+    retain: RetainSection = Field(default=RetainSection(), examples=[{"last": 3}])
+    """Which checkpoints it keeps; absent: everything that fits."""
+    evict: EvictSection = Field(default=EvictSection(), examples=[{"order": "oldest"}])
+    """What it deletes if its capacity is short."""
+    compress: CompressSection = Field(default=CompressSection(), examples=[{"codec": "none"}])
+    """How chunks are compressed there."""
+    bandwidth: fields.Bandwidth | None = Field(default=None, examples=["500MB/s", "50%"])
+    """The most that one rank writes there per second: a rate, or a share of how fast the tier was measured to be;
+    absent: no limit."""
+    read_bandwidth: fields.Rate | None = Field(default=None, examples=["2GB/s"])
+    """The most that one rank reads from there per second, by restores, `load`, `verify`, `export`, and flushes to other
+    tiers; absent: no limit."""
+    when_full: WhenFull | None = Field(default=None, examples=["supersede"])
+    """What happens to checkpoints that this tier is owed, if it is behind and the tiers above are full of them. `wait`:
+    saves wait. `skip`: the newest that is not being copied is given up. `supersede`: the oldest is. None is given up
+    that is needed. Absent: `supersede` if the host tier has it, else `wait`."""
+    max_wait_s: fields.Wait | None = Field(default=None, examples=["10s"])
+    """The most that a save waits for this tier, and how long it may fail before that is reported; absent: the run's
+    `max_wait`."""
 
     @property
     def bandwidth_bytes_per_s(self) -> int | None:
@@ -211,38 +498,33 @@ class StoredTierConfig(_Tier):
 
     @model_validator(mode="after")
     def _read_only_has_no_keys_of_writing(self) -> Self:
-        given = sorted(_KEYS_OF_WRITING & self.model_fields_set)
+        of_writing = {*StoredTierConfig.__annotations__} - {"read_only", "shared", "read_bandwidth"}
+        given = sorted(of_writing & self.model_fields_set)
         if self.read_only and given:
             words = ", ".join(type(self).model_fields[name].alias or name for name in given)
-            raise value_error(
+            raise ConfigError(
                 f"read_only: true, and {words}: nothing is written to a tier that is only restored from; remove one of "
-                "them",
-                expected="read_only alone, or the rules of a tier that is written to",
+                "them"
             )
         return self
 
     @model_validator(mode="after")
     def _watermarks_have_a_capacity(self) -> Self:
         if self.evict.high is not None and self.capacity_bytes is None:
-            raise value_error(
-                "evict.high is a share of the tier's capacity, which is not set; expected one such as capacity: 500GiB",
-                expected="a capacity beside evict.high, such as 500GiB",
+            raise ConfigError(
+                "evict.high is a share of the tier's capacity, which is not set; expected one such as capacity: 500GiB"
             )
         return self
-
-
-_EXPECTED_FOLDER = 'a folder such as ./checkpoints; a tier at an address is {name: store, kind: object, url: "s3://bucket/prefix"}'
 
 
 class FileTierConfig(StoredTierConfig):
     """A folder: a local disk, or a parallel file system."""
 
-    kind: Literal[TierKind.FILE] = Field(description="file: a folder.")
-    path: Annotated[Folder, no_address(_EXPECTED_FOLDER)] = Field(
-        description="The folder; ~ is the home folder, and a relative path starts at the folder of the YAML file, "
-        "in a dict at the working directory.",
-        examples=["./checkpoints"],
-    )
+    kind: Literal[TierKind.FILE] = Field(examples=["file"])
+    """A folder."""
+    path: fields.Folder = Field(examples=["./checkpoints"])
+    """The folder. `~` is the home folder. A relative path starts at the folder of the YAML file, in a dict at the
+    working directory."""
 
     @property
     def folder(self) -> Path:
@@ -259,10 +541,9 @@ def _only_every(section: FlushSection) -> FlushSection:
     others = sorted(section.model_fields_set - {"every"})
     if others:
         names = ", ".join(FlushSection.model_fields[name].alias or name for name in others)
-        raise value_error(
+        raise ConfigError(
             f"a peer tier accepts flush.every only: remove {names}. Images are sent in the order of their saves, and "
-            "more slowly while that slows training",
-            expected="every only, such as {every: 1}",
+            "more slowly while that slows training"
         )
     return section
 
@@ -270,42 +551,27 @@ def _only_every(section: FlushSection) -> FlushSection:
 class PeerTierConfig(FileTierConfig):
     """Memory of other nodes: each node keeps the images of others. With one node the tier is left out."""
 
-    kind: Literal[TierKind.PEER] = Field(  # type: ignore[assignment]
-        description="peer: the memory of other nodes. There is one such tier at most."
+    kind: Literal[TierKind.PEER] = Field(examples=["peer"])  # type: ignore[assignment]
+    """The memory of other nodes. There is one such tier at most."""
+    path: fields.Folder = Field(
+        default_factory=lambda: default_folder() / PEER_FOLDER, examples=["/dev/shm/peers"]
     )
-    path: Annotated[Folder, no_address("a folder of the machine")] = Field(
-        default_factory=lambda: default_folder() / PEER_FOLDER,
-        description="The folder of the images that this node keeps for others; absent: one in the folder of the "
-        "host tier's default.",
-        examples=["/dev/shm/peers"],
-    )
-    copies: Count = Field(
-        default=1,
-        description="How many other nodes keep each image. There must be more nodes than that.",
-        examples=[2],
-    )
-    spread: Name = Field(
-        default=NODE_SPREAD,
-        description="What no two copies of an image share, its own node's included. node: the node. Another word, such "
-        "as rack, names failure domains: of each node by the variable TIERFALL_DOMAIN, or by domains, or by Slurm.",
-        examples=["rack"],
-    )
-    domains: Annotated[Folder, no_address("a file")] | None = Field(
-        default=None,
-        description="A file with the failure domain of each node, in lines 'HOSTNAME DOMAIN'; absent: none.",
-        examples=["./racks.txt"],
-    )
-    interface: Interface | None = Field(
-        default=None,
-        description="The network that carries the images: the name of an interface of each node, or a subnet such as "
-        "10.1.0.0/16; absent: the one that leads to rank 0.",
-        examples=["ib0"],
-    )
+    """The folder of the images that this node keeps for others; each run has its own there. Absent: one in the folder
+    that is the host tier's default."""
+    copies: fields.Count = Field(default=1, examples=[2])
+    """How many other nodes keep each image. There must be more nodes than that."""
+    spread: fields.Name = Field(default=NODE_SPREAD, examples=["rack"])
+    """What no two copies of an image share, its own node's included. `node`: the node. Another word, such as `rack`,
+    names failure domains: of each node by the variable `TIERFALL_DOMAIN`, or by `domains`, or by Slurm."""
+    domains: fields.Folder | None = Field(default=None, examples=["./racks.txt"])
+    """A file with the failure domain of each node, in lines `HOSTNAME DOMAIN`."""
+    interface: fields.Interface | None = Field(default=None, examples=["ib0"])
+    """The network that carries the images: the name of an interface of each node, or a subnet such as `10.1.0.0/16`;
+    absent: the one that leads to rank 0."""
     flush: Annotated[FlushSection, AfterValidator(_only_every)] = Field(
-        default=FlushSection(),
-        description="Which checkpoints are sent: every alone.",
-        examples=[{"every": 1}],
+        default=FlushSection(), examples=[{"every": 1}]
     )
+    """Which checkpoints are sent: `every` alone."""
     # What is kept is one rule: the newest checkpoint that is whole, and the one that arrives.
     shared: ClassVar[bool] = False  # type: ignore[misc]
     read_only: ClassVar[bool] = False  # type: ignore[misc]
@@ -323,31 +589,25 @@ class PeerTierConfig(FileTierConfig):
         return None if limit is None else max(1, limit // self.copies)
 
 
-_NO_DRIVER = {
-    "obstore": "; remove driver: gs:// and az:// are accessed by fsspec (gcsfs, adlfs), s3:// by tierfall's own client"
-}
-"""The driver that tierfall had once."""
-
-
 class ObjectTierConfig(StoredTierConfig):
     """An object store, or any address that fsspec supports."""
 
-    kind: Literal[TierKind.OBJECT] = Field(description="object: an object store, by its address.")
-    url: Url = Field(
-        description="Its address: s3://bucket/prefix, gs://, az://, file:///folder, or another of fsspec's.",
-        examples=["s3://bucket/checkpoints"],
-    )
+    kind: Literal[TierKind.OBJECT] = Field(examples=["object"])
+    """An object store, by its address."""
+    url: fields.Url = Field(examples=["s3://bucket/checkpoints"])
+    """The address: `s3://bucket/prefix`, `gs://`, `az://`, `file:///folder`, or another of fsspec's."""
     options: dict[str, Any] = Field(
-        default_factory=dict,
-        repr=False,
-        description="fsspec's storage options: endpoint_url, key, secret. Never shown.",
-        examples=[{"endpoint_url": "${env:S3_ENDPOINT}"}],
+        default_factory=dict, repr=False, examples=[{"endpoint_url": "${env:S3_ENDPOINT}"}]
     )
-    driver: Annotated[Driver, choice(Driver, instead=_NO_DRIVER), any_word(Driver)] | None = Field(
-        default=None,
-        description="fsspec: its library accesses s3:// and file://, too, in place of tierfall's own clients.",
-        examples=["fsspec"],
-    )
+    """fsspec's storage options: `endpoint_url`, `key`, `secret` and so on. Never shown."""
+    driver: Driver | None = Field(default=None, examples=["fsspec"])
+    """`fsspec`: its library accesses `s3://` and `file://`, too, in place of tierfall's own clients."""
+
+    @model_validator(mode="after")
+    def _store_is_shared(self) -> Self:
+        if self.folder is None and self.shared is False:
+            raise ConfigError("shared: false, but every node sees an object store; remove shared")
+        return self
 
     @property
     def folder(self) -> Path | None:
@@ -374,288 +634,203 @@ TIER_MODELS: dict[str, type[_Tier]] = {
 
 
 # The chain -------------------------------------------------------------------------------------------
-#
-# The checks read links, the few properties of a tier that matter here: so they work on a configuration with errors
-# elsewhere, too. Messages name places, never values: a value may be from the environment.
 
 
-_RANKS = {TierKind.DEVICE: 0, TierKind.HOST: 1}
-"""Their order in the chain; stored tiers come after them, as the user orders them."""
+Place = tuple[str | int, ...]
+"""The path from the top to a value, ``("tiers", 2, "flush", "every")``; written ``tiers[2].flush.every``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """The properties of one tier; None where missing or invalid. ``unshared``: the file has ``shared: false``."""
+class Problem(NamedTuple):
+    """One error in a configuration."""
 
-    name: str | None = None
-    kind: TierKind | None = None
-    folder: str | None = None
-    url: str | None = None
-    unshared: bool = False
+    place: Place
+    message: str
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (write_place(self.place), self.message)))
 
 
-def link_of(tier: object, base: Path | None = None) -> Link:
-    """Return the link of a tier as YAML yields it, valid or not; a relative path starts at ``base``."""
-    if not isinstance(tier, Mapping):
-        return Link()
-    name, kind, path, url = (tier.get(key) for key in ("name", "kind", "path", "url"))
-    endpoint = _endpoint(tier.get("options"))
+def write_place(place: Place) -> str:
+    """Write a place as in ``tiers[2].flush.every``; empty for the whole configuration."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return "".join(parts).removeprefix(".")
+
+
+class _Link(NamedTuple):
+    """What the chain is checked by, of one tier; None where missing or invalid. ``place``: the folder, or the address
+    and its server, since two servers may have buckets of the same name."""
+
+    name: str | None
+    kind: TierKind | None
+    folder: Path | None
+    place: object
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _link_of(tier: object, base: Path | None) -> _Link:
+    name, kind, path, url = (_mapping(tier).get(key) for key in ("name", "kind", "path", "url"))
+    if isinstance(url, str) and url.startswith(FOLDER):
+        path, url = url.removeprefix(FOLDER), None
     folder = None
     if isinstance(path, str | os.PathLike) and path:
-        folder = os.path.join(base or "", os.path.expanduser(path))
-    if isinstance(url, str) and url.startswith(FOLDER):
-        folder, url = url.removeprefix(FOLDER), None
-    return Link(
+        with suppress(ValueError):  # not a path: the field's own check reports it
+            folder = Path(os.path.realpath(Path(base or "", os.path.expanduser(path))))
+    options = _mapping(_mapping(tier).get("options"))
+    client = _mapping(options.get("client_kwargs"))
+    server = (
+        options.get("endpoint_url") or options.get("account_name") or client.get("endpoint_url")
+    )
+    return _Link(
         name=name if isinstance(name, str) else None,
         kind=TierKind(kind) if isinstance(kind, str) and kind in set(TierKind) else None,
-        folder=str(folder) if folder else None,
-        url=f"{url.rstrip('/')} {endpoint}" if isinstance(url, str) else None,
-        unshared=tier.get("shared") in (False, "false"),
+        folder=folder,
+        place=(url.rstrip("/"), server) if isinstance(url, str) else folder,
     )
 
 
-def _endpoint(options: object) -> str:
-    """Return the server that the options name: two servers may have buckets of the same name."""
-    if not isinstance(options, Mapping):
-        return ""
-    client = options.get("client_kwargs")
-    found = options.get("endpoint_url") or options.get("account_name")
-    if not found and isinstance(client, Mapping):
-        found = client.get("endpoint_url")
-    return str(found or "")
+def check_chain(tiers: Sequence[object], base: Path | None = None) -> list[Problem]:
+    """Return what is wrong with the tiers together: which kinds, in which order, and no duplicates.
 
-
-def check_chain(links: Sequence[Link]) -> list[Problem]:
-    """Return the problems of the chain, each with its place."""
-    if not links:
-        return [_problem("the list is empty; expected at least a tier of kind host", "tiers")]
-    folders = [_real_path(link.folder) if link.folder else None for link in links]
-    keys = ["url" if link.kind is TierKind.OBJECT else "path" for link in links]
-    return [
-        *_kinds(links),
-        *_inside(folders),
-        *_order(links),
-        *_shared(links),
-        *_peers_alone(links),
-        *_twice(
-            [link.name for link in links],
-            ["name"] * len(links),
-            "tiers are identified by their names",
-        ),
-        *_twice(folders, keys, "two tiers in one folder would count one copy as two"),
-        *_twice(
-            [link.url for link in links], keys, "two tiers in one place would count one copy as two"
-        ),
+    The tiers are as YAML yields them: so this works on a configuration with errors elsewhere, too. A relative path
+    starts at ``base``. Messages name places, never values: a value may be from the environment.
+    """
+    links = [_link_of(tier, base) for tier in tiers]
+    kinds = [link.kind for link in links]
+    found = [
+        Problem(("tiers", index, key), message)
+        for index in range(len(links))
+        for key, message in _faults(links, index)
     ]
-
-
-def _shared(links: Sequence[Link]) -> Iterator[Problem]:
-    for index, link in enumerate(links):
-        if link.kind is TierKind.OBJECT and link.url is not None and link.unshared:
-            yield _problem(
-                "every node sees an object store; leave shared out", "tiers", index, "shared"
-            )
-
-
-def _peers_alone(links: Sequence[Link]) -> Iterator[Problem]:
-    kinds = [link.kind for link in links]
+    if links and TierKind.HOST not in kinds and None not in kinds:
+        message = "there is no host tier, and every checkpoint passes through one; add {name: host, kind: host}"
+        found.append(Problem(("tiers",), message))
     if TierKind.PEER in kinds and not {TierKind.FILE, TierKind.OBJECT, None} & set(kinds):
-        yield _problem(
+        message = (
             "a peer tier, and no tier of kind file or object: memory ends with a power cut, so there must be one, such "
-            "as {name: pfs, kind: file, path: /lustre/checkpoints, flush: {every: 20}}",
-            *("tiers", kinds.index(TierKind.PEER), "kind"),
+            "as {name: pfs, kind: file, path: /lustre/checkpoints, flush: {every: 20}}"
         )
+        found.append(Problem(("tiers", kinds.index(TierKind.PEER), "kind"), message))
+    return found
 
 
-def _inside(folders: Sequence[str | None]) -> Iterator[Problem]:
-    for index, folder in enumerate(folders):
-        for other, around in enumerate(folders):
-            if folder and around and folder != around and Path(folder).is_relative_to(around):
-                yield _problem(
-                    f"inside the folder of tiers[{other}], which would take it for a run of its own; expected a folder "
-                    "beside it",
-                    *("tiers", index, "path"),
-                )
+_ORDER = "device, host, then peer, file and object tiers, fastest first"
+_RANKS = {TierKind.DEVICE: 0, TierKind.HOST: 1, None: 0}
+"""Their order in the chain; stored tiers come after them, as the user orders them."""
 
 
-def _real_path(path: str) -> str | None:
-    try:
-        return os.path.realpath(path)
-    except ValueError:  # not a path: the field's own check reports it
-        return None
-
-
-def _problem(message: str, *place: str | int) -> Problem:
-    return Problem(place=place, message=message)
-
-
-def _kinds(links: Sequence[Link]) -> Iterator[Problem]:
-    kinds = [link.kind for link in links]
-    for kind in (TierKind.DEVICE, TierKind.HOST, TierKind.PEER):
-        for index in [i for i, found in enumerate(kinds) if found is kind][1:]:
-            expected = "exactly one" if kind is TierKind.HOST else "one at most"
-            yield _problem(f"a second {kind} tier; expected {expected}", "tiers", index, "kind")
-    if TierKind.HOST not in kinds and None not in kinds:
-        yield _problem(
-            "there is no host tier, and every checkpoint passes through one; add {name: host, kind: host}",
-            "tiers",
-        )
-
-
-def _order(links: Sequence[Link]) -> Iterator[Problem]:
-    """The order is device, host, then stored tiers, which the user orders, fastest first."""
-    highest = 0
-    for index, link in enumerate(links):
-        if link.kind is None:
-            continue
-        if _RANKS.get(link.kind, 2) < highest:
-            yield _problem(
-                f"{with_article(link.kind)} tier must come earlier; expected device, host, then peer, file and object "
-                "tiers, fastest first",
-                *("tiers", index, "kind"),
+def _faults(links: Sequence[_Link], index: int) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a tier beside the others: the key, and the message."""
+    link, earlier = links[index], [link.kind for link in links[:index]]
+    if link.kind in (TierKind.DEVICE, TierKind.HOST, TierKind.PEER) and link.kind in earlier:
+        expected = "exactly one" if link.kind is TierKind.HOST else "one at most"
+        yield "kind", f"a second {link.kind} tier; expected {expected}"
+    if link.kind and any(_RANKS.get(kind, 2) > _RANKS.get(link.kind, 2) for kind in earlier):
+        tier = with_article(link.kind)
+        yield "kind", f"{tier} tier must come earlier; expected {_ORDER}"
+    path = "url" if link.kind is TierKind.OBJECT else "path"
+    for other, beside in enumerate(links):
+        if other < index and link.name and link.name == beside.name:
+            yield "name", f"the same name as tiers[{other}]; tiers are identified by their names"
+        if other < index and link.place and link.place == beside.place:
+            yield (
+                path,
+                f"the same place as tiers[{other}]: one copy would count as two; use another",
             )
-        highest = max(highest, _RANKS.get(link.kind, 2))
-
-
-def _twice(values: Sequence[Hashable | None], keys: Sequence[str], why: str) -> Iterator[Problem]:
-    first: dict[Hashable, int] = {}
-    for index, value in enumerate(values):
-        if value is not None and first.setdefault(value, index) != index:
-            yield _problem(
-                f"the same {keys[index]} as tiers[{first[value]}]; {why}",
-                *("tiers", index, keys[index]),
+        if link.folder and beside.folder in link.folder.parents:
+            message = (
+                f"inside the folder of tiers[{other}], which would take it for a run of its own"
             )
+            yield path, f"{message}; expected a folder beside it"
 
 
 # The first level -------------------------------------------------------------------------------------
 
 
-CHAIN = "chain"
-"""The type of the error whose context has the problems of the chain as ``findings``."""
-
-
-def _expand_tiers(value: object) -> object:
+def expand_tiers(value: object) -> object:
     """Expand a path alone to host memory and a folder named ``disk``, an address alone to an object tier ``store``."""
     if not isinstance(value, str | Path):
         return value
     stored = {"name": "disk", "kind": TierKind.FILE.value, "path": value}
-    if is_address(value):
+    if fields.is_address(value):
         stored = {"name": "store", "kind": TierKind.OBJECT.value, "url": value}
     return [{"name": "host", "kind": TierKind.HOST.value}, stored]
 
 
-_EXPECTED_MODULE = "the name of a module, or the path of its file"
-
-
-def _module(value: object, folder: Path) -> str:
+def _module(value: object, info: ValidationInfo) -> str:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{show(value)} is not a module; expected {_EXPECTED_MODULE}")
-    return load_module(value, folder)
+        expected = "the name of a module, or the path of its file"
+        raise ConfigError(f"{fields.show(value)} is not a module; expected {expected}")
+    return plugins.load_module(value, fields.folder_of_file(info))
 
 
 class Config(Section):
     """When a training run is saved, and to which tiers."""
 
-    run: Name = Field(
-        description="The name of the training run: a folder of that name in every tier.",
-        examples=["gpt-small"],
+    run: fields.Name = Field(examples=["gpt-small"])
+    """The name of the training run: a folder of that name on every tier. May be given as `run=` of `open`, too."""
+    plugins: tuple[Annotated[str, BeforeValidator(_module)], ...] = Field(
+        default=(), examples=[["my_plugin"]]
     )
-    plugins: tuple[Annotated[str, parsed(_module, _EXPECTED_MODULE, in_folder=True)], ...] = Field(
-        default=(),
-        description="Modules that register policies and backends, each imported before the other keys are read: a name "
-        "that can be imported, or a file, whose path starts at the folder of this file; the .py may be left out.",
-        examples=[["my_plugin"]],
-    )
+    """Modules that register policies and backends, each imported before the other keys are read: a name that can be
+    imported, or a file, whose path starts at the folder of this file; the `.py` may be left out."""
     interval: Annotated[
         IntervalSection,
         BeforeValidator(
             lambda value: IntervalSection() if value is None else value, IntervalSection | None
         ),
-    ] = Field(
-        default=IntervalSection(),
-        description="When maybe_save saves; absent: as often as 3.5% of the training time allows.",
-        examples=[{"every": 100}],
-    )
+    ] = Field(default=IntervalSection(), examples=[{"every": 100}])
+    """When `maybe_save` saves; absent: as often as 3.5% of the training time allows."""
     capture: CaptureSection = Field(
-        default=CaptureSection(),
-        description="How the state is copied.",
-        examples=[{"mode": "lazy", "verify": "sample"}],
+        default=CaptureSection(), examples=[{"mode": "lazy", "verify": "sample"}]
     )
+    """How the state is captured."""
     drain: DrainSection | None = Field(
-        default=None,
-        description="What is done when a signal announces the end of the process; absent: nothing, and no signal "
-        "is handled.",
-        examples=[{"on_signal": ["SIGTERM"], "deadline": "25s"}],
+        default=None, examples=[{"deadline": "25s", "on_signal": ["SIGTERM"]}]
     )
-    on_error: Annotated[OnError, choice(OnError), any_word(OnError)] = Field(
-        default=OnError.WARN,
-        description="What a failed flush does to the training loop: warn logs and counts it, raise lets "
-        "the next save, or close, raise it.",
-        examples=["raise"],
-    )
-    max_wait_s: Wait = Field(
-        default=60.0,
-        alias="max_wait",
-        description="The most that a save or a close may wait for a tier, or the barrier for a capture; above 0.",
-        examples=["60s"],
-        json_schema_extra={"default": "60s"},
-    )
-    chunk_bytes: Chunk = Field(
-        default=16 << 20,
-        alias="chunk",
-        description="The unit of copying, checksum and retry: a multiple of 4KiB from 4KiB to 1GiB.",
-        examples=["16MiB"],
-        json_schema_extra={"default": "16MiB"},
-    )
-    verify_bytes_per_s: Rate = Field(
-        default=64 << 20,
+    """What is done when a signal announces the end of the process; absent: nothing, and no signal is handled."""
+    on_error: OnError = Field(default=OnError.WARN, examples=["raise"])
+    """`warn`: a failed flush is logged and counted. `raise`: the next save, or close, raises it, too."""
+    max_wait_s: fields.Wait = Field(default="60s", validate_default=True, examples=["60s"])
+    """The most that a save or a close waits for a tier, or the barrier for a capture. If the host tier is still full
+    then, the save is skipped. A stored tier may have its own."""
+    chunk_bytes: fields.Chunk = Field(default="16MiB", validate_default=True, examples=["16MiB"])
+    """The unit of copying, digest and retry: a multiple of 4KiB from 4KiB to 1GiB."""
+    verify_bytes_per_s: fields.Rate = Field(
+        default="64MiB/s",
+        validate_default=True,
         alias="verify_bandwidth",
-        description="The most that each rank reads of a tier, in the background, to verify copies of earlier starts "
-        "before an older one is dropped because of them.",
         examples=["64MiB/s"],
-        json_schema_extra={"default": "64MiB/s"},
     )
-    events: Annotated[EventsSection, BeforeValidator(expand_events, str | EventsSection)] | None = (
-        Field(
-            default=None,
-            description="The event log, one line of JSON per event: a file, or a mapping of path and max; "
-            "absent: none.",
-            examples=[{"path": "./events.jsonl"}],
-        )
+    """The most that each rank reads from a tier, in the background, to verify copies of earlier starts before an older
+    one is deleted because of them."""
+    events: Annotated[EventsSection, _alone("path", str | Path, EventsSection)] | None = Field(
+        default=None, examples=[{"path": "./events.jsonl"}]
     )
-    metrics: MetricsSection | None = Field(
-        default=None,
-        description="Where metrics are served; absent: nowhere.",
-        examples=[{"prometheus": 9109}],
+    """The event log, one line of JSON per event: a file, or a mapping; absent: none."""
+    metrics: MetricsSection | None = Field(default=None, examples=[{"prometheus": 9109}])
+    """Where metrics are served; absent: nowhere."""
+    tiers: Annotated[
+        tuple[Tier, ...],
+        Field(min_length=1),
+        BeforeValidator(expand_tiers, str | tuple[Tier, ...]),
+    ] = Field(
+        examples=[
+            [
+                {"name": "host", "kind": "host"},
+                {"name": "disk", "kind": "file", "path": "./checkpoints"},
+            ]
+        ]
     )
-    tiers: Annotated[tuple[Tier, ...], BeforeValidator(_expand_tiers, str | tuple[Tier, ...])] = (
-        Field(
-            description="The chain, fastest first; or a path or an address alone, which means host memory and that "
-            "folder or object store.",
-            examples=[
-                [
-                    {"name": "host", "kind": "host"},
-                    {"name": "disk", "kind": "file", "path": "./checkpoints"},
-                ]
-            ],
-        )
-    )
+    """The chain, fastest first; or a path or an address alone, which means host memory and that folder or object
+    store."""
 
     @model_validator(mode="after")
     def _chain_is_valid(self) -> Self:
-        findings = check_chain(
-            [
-                link_of(
-                    tier.model_dump(include={"name", "kind", "path", "url", "shared", "options"})
-                )
-                for tier in self.tiers
-            ]
-        )
-        if findings:
-            message = "; ".join(f"{write_place(f.place)}: {f.message}" for f in findings)
-            raise PydanticCustomError(
-                CHAIN, "{message}", {"message": message, "findings": findings}
-            )
+        if problems := check_chain([tier.model_dump() for tier in self.tiers]):
+            raise ConfigError("; ".join(map(str, problems)))
         return self
 
     @cached_property

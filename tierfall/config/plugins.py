@@ -11,18 +11,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal
+from types import GenericAlias
+from typing import Annotated, Any
 
-from pydantic import PydanticUserError, TypeAdapter, WithJsonSchema
+from pydantic import BeforeValidator, PydanticUserError, TypeAdapter
 from pydantic_core import InitErrorDetails, ValidationError
 
-from tierfall.config.fields import show, value_error
+from tierfall.config.fields import misfit, show
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.policy import Policy, PolicyKind, Rule
 from tierfall.core.types.text import hint_at
@@ -34,7 +35,6 @@ logger = logging.getLogger("tierfall")
 GROUP = "tierfall.policies"
 LEAST_S = 1.0
 """The least seconds between two calls of a plug-in's policy that are due by time alone."""
-_NOTHING: TypeAdapter[bool] = TypeAdapter(Literal[True])
 
 
 def load_module(entry: str, folder: Path) -> str:
@@ -93,19 +93,20 @@ def find(kind: PolicyKind, name: str) -> Policy | None:
     found = registry.find(kind, name)
     if found is not None:
         return found
-    for point in _entry_points(kind, name):
+    for point in entry_points(group=GROUP, name=f"{kind}.{name}"):
         what = f"{kind} policy {name}"
+        plugin = f"{point.value} of {point.dist.name}" if point.dist else point.value
         try:
             point.load()
         except Exception as error:
             raise ConfigError(
-                f"{what}: the plug-in {_describe_plugin(point)} could not be loaded: {error!r}; repair or uninstall "
+                f"{what}: the plug-in {plugin} could not be loaded: {error!r}; repair or uninstall "
                 f"it, or remove {what} from the configuration"
             ) from error
         found = registry.find(kind, name)
         if found is None:
             raise ConfigError(
-                f"{what}: the plug-in {_describe_plugin(point)} was loaded and registers no such policy; "
+                f"{what}: the plug-in {plugin} was loaded and registers no such policy; "
                 f'expected @tierfall.policies.register("{kind}", "{name}") in it'
             )
     return found
@@ -113,24 +114,9 @@ def find(kind: PolicyKind, name: str) -> Policy | None:
 
 def names_of(kind: PolicyKind) -> tuple[str, ...]:
     """Names of all policies of a kind; loads none."""
-    prefix = f"{kind}."
-    provided = (p.name.removeprefix(prefix) for p in _entry_points(kind))
+    parts = (point.name.partition(".") for point in entry_points(group=GROUP))
+    provided = (name for of, _, name in parts if of == kind)
     return tuple(dict.fromkeys((*registry.names_of(kind), *provided)))
-
-
-def read_rules(policy: Policy, value: object) -> Any:
-    """Validate the settings of a policy in YAML by its own model; ``true`` stands for no settings. Raises pydantic's
-    ValidationError, and ConfigError if the policy was registered with ``rules`` that pydantic cannot validate."""
-    if policy.rules is None:
-        return _NOTHING.validate_python(value in (None, True, "true") or value == {} or value)
-    try:
-        reader: TypeAdapter[Any] = TypeAdapter(policy.rules)
-    except PydanticUserError as error:
-        raise ConfigError(
-            f"{policy.kind} policy {policy.name}: it is registered with rules={policy.rules!r}, which pydantic does "
-            "not read; expected a pydantic model, or a type such as int"
-        ) from error
-    return reader.validate_python({} if value in (None, True) else value)
 
 
 def rule(kind: PolicyKind, name: str, rules: Any) -> Rule:
@@ -141,17 +127,6 @@ def rule(kind: PolicyKind, name: str, rules: Any) -> Rule:
     if not _is_ours(policy):
         policy = _guarded(policy)
     return Rule(policy=policy, rules=None if policy.rules is None else rules)
-
-
-def _entry_points(kind: PolicyKind, name: str | None = None) -> Sequence[EntryPoint]:
-    prefix = f"{kind}."
-    points = [p for p in entry_points(group=GROUP) if p.name.startswith(prefix)]
-    return [p for p in points if name is None or p.name == f"{prefix}{name}"]
-
-
-def _describe_plugin(point: EntryPoint) -> str:
-    package = f" of {point.dist.name}" if point.dist is not None else ""
-    return f"{point.value}{package}"
 
 
 # Guards ----------------------------------------------------------------------------------------------
@@ -232,66 +207,76 @@ _CHECKS: Mapping[PolicyKind, tuple[Callable[[Any, Any], Any], Callable[[str, Any
 """By kind: what checks an answer, and the safe answer in place of one that failed."""
 
 
-def with_registered(
-    kind: PolicyKind, value: Mapping[str, Any], known: Sequence[str]
+def read_policies(
+    kind: PolicyKind, section: Mapping[Any, Any], known: Collection[str]
 ) -> dict[str, Any]:
-    """Replace the value of each key that the section does not have by the settings of the policy of that name. Keys
-    without a value are removed, unless nothing has that name."""
-    return {
-        key: inner if key in known else registered(kind, key, inner, known)
-        for key, inner in value.items()
-        if inner is not None or not (key in known or (isinstance(key, str) and find(kind, key)))
-    }
+    """Validate a section in which each key that is not ``known`` is the name of a policy: replace its value by its
+    settings. A null stands for the default of a known key, and for no policy."""
+    read: dict[str, Any] = {}
+    for name, value in section.items():
+        if name in known:
+            read[name] = value
+        else:
+            read |= _settings(_find_at(kind, name), value)
+    return {name: value for name, value in read.items() if value is not None}
 
 
-def registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any:
-    """Validate the settings of a registered policy; raises a ValidationError with their location."""
-    location: tuple[Any, ...] = (name,)
-    policy = None
+def _find_at(kind: PolicyKind, name: Any) -> Policy:
+    """Find the policy of a key; raises a ValidationError with the key as its location."""
+    line = InitErrorDetails(type="extra_forbidden", loc=(name,), input=None)
     try:
-        policy = find(kind, str(name)) if isinstance(name, str) else None
-        if policy is not None:
-            return read_rules(policy, value)
-        words = dict.fromkeys((*known, *names_of(kind)))
-        near = hint_at(str(name), words) or (
-            f"; expected one of {', '.join(words)}, or a policy that a module of 'plugins' registers "
-            "(docs/write-a-policy.md)"
-        )
-        problems = [(location, f"unknown {'key' if known else 'order'}{near}")]
-        expected = "a policy that is registered"
+        if isinstance(name, str) and (policy := find(kind, name)):
+            return policy
     except ConfigError as error:
-        problems, expected = [(location, str(error))], "a policy whose plug-in can be loaded"
-    except ValidationError as error:
-        problems = [
-            (
-                (*location, *found["loc"]),
-                f"{show(found['input'])} does not fit: {_describe_mismatch(policy, found['msg'])}",
-            )
-            for found in error.errors(include_url=False, include_context=False)
-        ]
-        expected = f"the settings of the {kind} policy {name}"
-    raise ValidationError.from_exception_data(
-        kind,
-        [
-            InitErrorDetails(type=value_error(text, expected=expected), loc=place, input=None)
-            for place, text in problems
-        ],
-        hide_input=True,
-    ) from None
+        line |= {"type": "value_error", "ctx": {"error": error}}
+    raise ValidationError.from_exception_data(kind, [line])
 
 
 def read_order(kind: PolicyKind, value: object) -> dict[str, Any] | None:
     """Validate an order: its name, or a mapping of its name to its settings."""
     if value is None:
         return None
-    if isinstance(value, str):
-        name, rules = value, None
-    elif isinstance(value, Mapping) and len(value) == 1:
-        ((name, rules),) = value.items()
-    else:
-        expected = f"the name of an order such as {' or '.join(names_of(kind)[:2])}"
-        raise value_error(f"{show(value)} does not fit; expected {expected}", expected=expected)
-    return {name: registered(kind, name, rules, ())}
+    if not isinstance(value, str) and not (isinstance(value, Mapping) and len(value) == 1):
+        raise misfit(value, f"the name of an order such as {' or '.join(names_of(kind)[:2])}")
+    name, settings = (value, True) if isinstance(value, str) else next(iter(value.items()))
+    policy = find(kind, str(name))
+    if policy is None:
+        raise ConfigError(f"unknown order {show(name)}{hint_at_policy(kind, str(name))}")
+    return _settings(policy, True if settings is None else settings)
+
+
+def hint_at_policy(kind: PolicyKind, name: str, others: Collection[str] = ()) -> str:
+    """Return a hint at the policy, or at another word, that was probably meant."""
+    words = [*others, *(known for known in names_of(kind) if known not in others)]
+    return hint_at(name, words) or (
+        f"; expected one of {', '.join(words)}, or a policy that a module of 'plugins' registers "
+        "(docs/write-a-policy.md)"
+    )
+
+
+def _settings(policy: Policy, value: object) -> dict[str, Any]:
+    """Validate the settings of a policy by its own model; ``true`` stands for no settings. Return them by its name,
+    which begins the location of an error; None if there are none."""
+    if value is None:
+        return {policy.name: None}
+    form: Any = GenericAlias(dict, (str, policy.rules or _NoSettings))
+    try:
+        reader: TypeAdapter[dict[str, Any]] = TypeAdapter(form)
+    except PydanticUserError as error:
+        raise ConfigError(
+            f"{policy.kind} policy {policy.name}: it is registered with rules={policy.rules!r}, which pydantic does "
+            "not read; expected a pydantic model, or a type such as int"
+        ) from error
+    return reader.validate_python({policy.name: {} if value is True else value})
+
+
+def _no_settings(value: object) -> bool:
+    if value not in ({}, "true"):
+        raise ConfigError(f"{show(value)} does not fit: it has no settings; expected true")
+    return True
+
+
+_NoSettings = Annotated[bool, BeforeValidator(_no_settings)]
 
 
 def order_rule(kind: PolicyKind, order: Mapping[str, Any] | None) -> Rule | None:
@@ -299,13 +284,3 @@ def order_rule(kind: PolicyKind, order: Mapping[str, Any] | None) -> Rule | None
     for name, rules in (order or {}).items():
         return rule(kind, name, rules)
     return None
-
-
-ORDER_SCHEMA = WithJsonSchema(
-    {"anyOf": [{"type": "string"}, {"type": "object", "maxProperties": 1}]}
-)
-
-
-def _describe_mismatch(policy: Policy | None, message: str) -> str:
-    """Return pydantic's message; a policy without settings has no model, and pydantic's message is of no use."""
-    return message if policy and policy.rules else "it has no settings; expected true"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tierfall.config import Config, StoredTierConfig
-from tierfall.config.sections import OnClose
+from tierfall.config.model import OnClose
 from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.flush.flusher import OLDER_OWED_MAX
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, decided_in, merge

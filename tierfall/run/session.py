@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tierfall.config import Config
-from tierfall.config.sections import OnClose
+from tierfall.config.model import OnClose
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
 from tierfall.core.flush.coordinator import Coordinator
