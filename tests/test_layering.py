@@ -73,7 +73,7 @@ LINES = {
     ("policies",): 2_174,
     ("backends",): 5_524,
     ("tiers",): 4_714,
-    ("tierfall/config",): 2_638,
+    ("tierfall/config",): 2_061,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_105,
     ("tierfall/ops",): 3_288,
     ("tierfall/telemetry",): 1_760,
