@@ -19,12 +19,11 @@ from tierfall.cli.common import (
     cell,
     counted,
     describe_new,
-    load_settings_of_all,
     table,
     watched,
     with_tier,
 )
-from tierfall.cli.ls_show import RunFacts
+from tierfall.cli.facts import RunFacts, load_settings_of_all
 from tierfall.cli.usage import Asked, Exit, refuse
 from tierfall.config import Config, PeerTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint, merge
@@ -93,7 +92,7 @@ def _report_loss_bounds(
     """Report what survives each loss, how long reading it takes at the measured rates, and which metrics of ``retain``
     no checkpoint has."""
     with RunReader(settings) as reader:
-        facts = RunFacts.gather(reader)
+        facts = RunFacts(reader)
     rates = {t.name: t.read_bytes_per_second for t in tiers if t.read_bytes_per_second is not None}
     bounds = loss_bounds(replace(facts.safety, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())

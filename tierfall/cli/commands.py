@@ -16,24 +16,26 @@ from tierfall.cli.common import (
     CommandOutput,
     counted,
     document_of,
-    find_step,
+    of_this_user,
+    progress_bar,
+    table,
+    with_tier,
+)
+from tierfall.cli.facts import (
+    RunFacts,
+    check_ownerless,
     load_settings,
     load_settings_if_any,
     load_settings_of_all,
     name_other_runs,
-    of_this_user,
     owner_members,
-    progress_bar,
-    table,
-    warn_of,
-    with_tier,
 )
 from tierfall.cli.ls_show import held_members
 from tierfall.cli.usage import Asked, Exit, StepName, at_terminal, refuse
 from tierfall.config import Config
 from tierfall.config.sections import OnClose
 from tierfall.core.flush.tasks import CommandKind
-from tierfall.core.format.catalog import KnownCheckpoint, merge
+from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.keys import check_tag
@@ -76,29 +78,21 @@ def change(
         refuse(f"{verb}: missing argument 'STEP...'; see tierfall {verb} --help", Exit.USAGE)
     settings, answer = load_settings(asked, doing=verb), CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
-        listings = reader.list()
-        known = merge(listings)
-        unread = commands.unread(listings)
-        found = {
-            checkpoint.id: checkpoint
-            for name in steps
-            for checkpoint in [find_step(answer, listings, name, None, doing=verb)]
-        }
-        lost = commands.without_good_copy(listings)
-        owner = reader.owner()
-        elsewhere = commands.trained_elsewhere(listings, reader.stores)
+        facts = RunFacts(reader)
+    found = {c.id: c for name in steps for c in [facts.find(answer, name, doing=verb)]}
+    lost, owner = commands.without_good_copy(facts.known), facts.owner
     if kind is CommandKind.DELETE:
-        _check_deletion(found, known, answer, yes=yes, even_the_last=even_the_last)
+        _check_deletion(found, facts, answer, yes=yes, even_the_last=even_the_last)
     if owner is not None:
         results = [commands.decide_on_tiers(settings, kind, c, tag) for c in found.values()]
     else:
-        warn_of(elsewhere)
+        facts.warn_if_elsewhere()
         results = list(
             commands.run_commands(settings, kind, list(found), even_the_last=even_the_last, tag=tag)
         )
     documents = []
     for result in results:
-        failed = {**result.failed, **(unread if owner else {})}
+        failed = {**result.failed, **(facts.unread if owner else {})}
         documents.append(
             {
                 "run": settings.run,
@@ -135,7 +129,7 @@ def _describe_result(
 
 def _check_deletion(
     chosen: Mapping[CheckpointId, KnownCheckpoint],
-    known: Sequence[KnownCheckpoint],
+    facts: RunFacts,
     answer: CommandOutput,
     *,
     yes: bool,
@@ -146,7 +140,7 @@ def _check_deletion(
     for id, checkpoint in chosen.items():
         if checkpoint.pinned:
             refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
-    restorable = commands.restorable(known)
+    restorable = commands.restorable(facts.known)
     left = [id for id in restorable if id not in chosen]
     reasons = []
     if not left:
@@ -185,12 +179,11 @@ def rm_run(asked: Asked, steps: list[StepName]) -> None:
     if steps or run is None:
         refuse("rm: --all deletes a whole run: name it by --run, and no STEP", Exit.USAGE)
     settings, answer = load_settings_of_all(asked, doing="rm"), CommandOutput(asked.as_json)
+    check_ownerless(settings, "rm", ": end it first; nothing was deleted")
     with RunReader(settings) as reader:
-        listings, owner = reader.list(), reader.owner()
-        elsewhere = commands.trained_elsewhere(listings, reader.stores)
-        if owner is not None:
-            refuse(f"rm: a trainer owns run {run!r} ({owner}): end it first; nothing was deleted")
-        answer.note_unread(commands.unread(listings))
+        facts = RunFacts(reader)
+        listings = facts.listings
+        answer.note_unread(facts.unread)
         if answer.problems:
             answer.refuse(
                 "rm: nothing was deleted, since the tier may hold files of the run: repeat it once the tier answers, "
@@ -204,7 +197,7 @@ def rm_run(asked: Asked, steps: list[StepName]) -> None:
         commands.check_folders(settings)
         places = {name: store.place for name, store in reader.stores.items()}
         places[reader.config.host.name] = str(reader.memory_folder)
-    warn_of(elsewhere)
+    facts.warn_if_elsewhere()
     say = partial(typer.echo, err=asked.as_json)
     say(f"all of run {run} is to be deleted:")
     for listing in listings:
@@ -237,20 +230,17 @@ def prune(asked: Asked, dry_run: bool) -> None:
     """Apply the retention rules now, or print what they decide."""
     settings = load_settings(asked, doing="" if dry_run else "prune")
     answer = CommandOutput(asked.as_json)
+    if not dry_run:
+        why = " and applies the rules itself after each commit; nothing was changed. --dry-run shows what it will do"
+        check_ownerless(settings, "prune", why)
     with RunReader(settings) as reader:
-        owner = reader.owner()
-        listings = reader.list()
-        elsewhere = commands.trained_elsewhere(listings, reader.stores)
-    if owner is not None and not dry_run:
-        refuse(
-            f"prune: a trainer owns run {settings.run!r} ({owner}) and applies the rules itself after each commit; "
-            "nothing was changed. --dry-run shows what it will do"
-        )
+        facts = RunFacts(reader)
+    listings = facts.listings
     if dry_run or not any(x.copies for x in listings):  # opening for writing creates folders
         planned = commands.plan_prune(settings, listings)
         pruned = commands.PruneResult(decisions=planned, unread=commands.unread(listings))
     else:
-        warn_of(elsewhere)
+        facts.warn_if_elsewhere()
         with progress_bar("prune", as_json=asked.as_json) as watch:
             pruned = commands.prune(settings, watch)
     answer.document = {
@@ -311,12 +301,9 @@ def forget(asked: Asked, tier: str) -> None:
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
+    why = ", and writes what it remembers again; nothing was changed. Forget it once the trainer has ended"
+    check_ownerless(settings, "forget", why)
     with RunReader(settings) as reader:
-        if (owner := reader.owner()) is not None:
-            refuse(
-                f"forget: a trainer owns run {settings.run!r} ({owner}), and writes what it remembers again; nothing "
-                "was changed. Forget it once the trainer has ended"
-            )
         new = reader.list_with_new()[1]
     forgotten_by, failed = ((), {}) if tier in new else commands.forget(settings, tier)
     answer.document = {
@@ -345,6 +332,7 @@ def drain(asked: Asked, deadline_s: float | None) -> None:
     """Flush what a dead trainer left in host memory, then free the memory."""
     settings = load_settings(asked, doing="drain")
     answer = CommandOutput(asked.as_json)
+    check_ownerless(settings, "drain", " and flushes its memory itself; nothing was done")
     with RunReader(settings) as reader:
         holds_images = _holds_images(reader, answer)
         if not holds_images:
@@ -377,12 +365,7 @@ def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) ->
 
 
 def _holds_images(reader: RunReader, answer: CommandOutput) -> bool:
-    """Return whether host memory holds an image, without locking it; ends the command where a trainer is alive."""
-    owner = reader.owner()
-    if owner is not None:
-        refuse(
-            f"drain: a trainer owns run {reader.run!r} ({owner}) and flushes its memory itself; nothing was done"
-        )
+    """Return whether host memory holds an image, without locking it."""
     memory = reader.memory()
     if memory.error is not None:
         refuse(f"drain: host memory cannot be read: {memory.error}")

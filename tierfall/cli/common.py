@@ -1,4 +1,4 @@
-"""What all commands share beside their arguments: the configuration, finding steps, output and the progress bar.
+"""The output of all commands: text, tables, documents and the progress bar.
 
 A command prints its output once, at the end: tables and sentences for a person, or one JSON document and nothing else
 on stdout. Each problem is one line on stderr. With ``--json`` there is always a document, whatever the error.
@@ -11,10 +11,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
@@ -29,30 +28,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from tierfall.cli.usage import (
-    DEFAULT_CONFIG,
-    Asked,
-    CommandRefused,
-    Exit,
-    StepName,
-    print_out,
-    print_problem,
-    refuse,
-    to_document,
-)
-from tierfall.config import Config, load_config
-from tierfall.config.fields import is_address
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.records import Attempt
-from tierfall.core.runtime.run_lock import LockOwner
-from tierfall.core.types.errors import ConfigError, StepError, TierfallError
-from tierfall.core.types.text import format_some, hint_at, members
-from tierfall.core.types.units import format_duration
-from tierfall.core.types.values import CheckpointId
-from tierfall.ops.commands import Watch, find, restorable, unread, without_good_copy
-from tierfall.ops.reader import config_of_place, find_runs
-from tierfall.setup.places import seen_by_one
-from tierfall.telemetry.reports import format_unread
+from tierfall.cli.usage import CommandRefused, Exit, print_out, to_document
+from tierfall.config import Config
+from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.units import format_duration, format_size
+from tierfall.core.types.values import CopyState
+from tierfall.ops.commands import Watch
+from tierfall.telemetry.reports import CheckpointInfo
 
 T = TypeVar("T")
 Part = Table | Text | str
@@ -71,50 +53,6 @@ _STYLES = {
 }
 """Colours of the states that need attention. Rich applies them on a terminal, and honours NO_COLOR and FORCE_COLOR."""
 _STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
-
-
-def load_settings(asked: Asked, *, doing: str = "") -> Config:
-    """Read the configuration as this node sees it; ends the command if it is invalid. A command that does more than
-    read says so by its name, ``doing``: it needs a file."""
-    return seen_by_one(load_settings_of_all(asked, doing=doing))
-
-
-def load_settings_if_any(asked: Asked, *, doing: str = "") -> Config | None:
-    """Read the configuration as ``load_settings`` does; None if none is named, and there is no ``./tiers.yaml``."""
-    if asked.config is None and not Path(DEFAULT_CONFIG).exists():
-        return None
-    return load_settings(asked, doing=doing)
-
-
-def load_settings_of_all(asked: Asked, *, doing: str = "") -> Config:
-    """Read the configuration as a job on several nodes sees it, with their memory."""
-    if asked.config is None and not Path(DEFAULT_CONFIG).exists():
-        refuse(
-            f"no configuration: there is no {DEFAULT_CONFIG} here; name a YAML file by --config, or set "
-            "TIERFALL_CONFIG; 'tierfall init' writes one",
-            Exit.USAGE,
-        )
-    source = asked.config or DEFAULT_CONFIG
-    is_place = is_address(source) or Path(source).expanduser().is_dir()
-    if is_place and doing:
-        refuse(
-            f"{doing}: a folder or an address is only read; name the YAML file of the run by --config",
-            Exit.USAGE,
-        )
-    try:
-        return (
-            config_of_place(source, asked.run) if is_place else load_config(source, run=asked.run)
-        )
-    except ConfigError as error:
-        refuse(error, Exit.USAGE)
-
-
-def name_other_runs(settings: Config) -> str:
-    """Name the tiers that could not be read, and the runs of the others, after a run that has no checkpoint."""
-    found, unread = find_runs(settings)
-    names = [name for name in found if name != settings.run]
-    others = f"; the tiers have the runs {format_some(names)}" if names else ""
-    return format_unread(unread) + others
 
 
 def of_this_user(settings: Config) -> str:
@@ -146,12 +84,6 @@ class CommandOutput:
             if line not in self.problems:
                 self.problem(line)
 
-    def note_newer(self, listings: Sequence[Listing], newest: CheckpointId | None) -> None:
-        """Report the checkpoints after ``newest``, which can be restored, of which no tier has a good copy."""
-        for id, why in sorted(without_good_copy(listings).items()):
-            if newest is None or id > newest:
-                self.problem(f"{id} is newer, and {why}")
-
     def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
         """End the command with the problems so far and one more."""
         raise CommandRefused([*self.problems, str(message)], code)
@@ -164,51 +96,6 @@ class CommandOutput:
             raise CommandRefused(self.problems, document=self.document)
         if self.as_json:
             print_out(to_document(self.document, [], indent=2) + "\n")
-
-
-def find_step(
-    answer: CommandOutput,
-    listings: Sequence[Listing],
-    name: StepName,
-    tier: str | None = None,
-    *,
-    doing: str,
-) -> KnownCheckpoint:
-    """Find the checkpoint that STEP names, on ``tier`` if one is given; if it is not there, end the command and name
-    the tiers that could not be read."""
-    known = [c for c in merge(listings) if tier is None or tier in c.copies]
-    silent = unread([listing for listing in listings if tier in (None, listing.tier)])
-    try:
-        if name.step is not None:
-            return find(known, name.step, name.attempt, doing=doing, unread=silent)
-        found = _find_latest(known, silent, doing)
-    except StepError as error:
-        answer.note_unread(silent)
-        answer.refuse(error)
-    answer.note_newer(listings, found.id)
-    return found
-
-
-def _find_latest(
-    known: Sequence[KnownCheckpoint], unread: Iterable[str], doing: str
-) -> KnownCheckpoint:
-    """Find the newest checkpoint that can be restored; StepError if there is none, or if a tier that could not be read
-    may hold a newer one."""
-    newest = restorable(known)
-    if silent := ", ".join(unread):
-        seen = f"; of the others it is {newest[0]}" if newest else ""
-        raise StepError(f"{doing}: {silent} may hold a later step than the others{seen}: name it")
-    if not newest:
-        raise StepError(f"{doing}: the run has no step that can be restored")
-    return next(c for c in known if c.id == newest[0])
-
-
-def check_tier(settings: Config, tier: str | None) -> None:
-    """End the command where no tier has that name."""
-    known = [t.name for t in settings.chain]
-    if tier is not None and tier not in known:
-        hint = hint_at(tier, known)
-        refuse(f"no tier is named {tier!r}; there are {', '.join(known)}{hint}", Exit.USAGE)
 
 
 def document_of(run: str, of_steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -264,21 +151,38 @@ def table(*columns: str, right: Iterable[str] = ()) -> Table:
     return made
 
 
-def copies_table(
-    head: Sequence[str],
+def checkpoints_table(
+    shown: Sequence[CheckpointInfo],
     tiers: Sequence[str],
-    tail: Sequence[str],
-    rows: Sequence[tuple[Sequence[str], Mapping[str, str], Sequence[str]]],
+    metrics: Sequence[str],
+    *,
+    now_s: float,
+    unread: Collection[str] = (),
+    writing: Collection[tuple[int, int, str]] = (),
 ) -> Table | Text:
-    """Return a table of checkpoints with a column for the state on each tier, between the columns ``head`` and those of
-    ``tail`` that are not empty; with one column for all tiers if it would be wider than the terminal."""
+    """Return a table of checkpoints with a column for the state on each tier, and for each of the metrics, and the
+    remarks, that is not empty; with one column for all tiers if it would be wider than the terminal. ``unread`` are
+    tiers that could not be read, ``writing`` the copies in progress, as step, attempt and tier."""
+
+    def state(one: CheckpointInfo, tier: str) -> str:
+        found = "?" if tier in unread else one.on(tier)
+        is_arriving = found == "owed" and (one.step, one.attempt, tier) in writing
+        return str(CopyState.ARRIVING) if is_arriving else found
+
+    head, tail = ("STEP", "AGE", "SIZE"), [*metrics, REMARKS]
+    rows = []
+    for one in shown:
+        age = cell(one.wall_time_s, lambda at: rough_duration(max(0.0, now_s - at)))
+        last = [*(format_metric(one.metrics.get(name)) for name in metrics), ", ".join(one.remarks)]
+        first = (f"{one.step}@{one.attempt}", age, format_size(one.bytes))
+        rows.append((first, {tier: state(one, tier) for tier in tiers}, last))
     used = [place for place in range(len(tail)) if any(last[place] for _, _, last in rows)]
-    right = {*head, *tail} - {REMARKS}
+    right = {*head, *metrics}
     columns = (*head, *tiers, *(tail[place] for place in used))
     lines = [
         columns,
         *(
-            (*first, *(states[t] for t in tiers), *(last[place] for place in used))
+            (*first, *states.values(), *(last[place] for place in used))
             for first, states, last in rows
         ),
     ]
@@ -305,8 +209,7 @@ def copies_table(
             for name, value in zip(tail, last, strict=True)
             if value
         ]
-        shown = [", ".join(remarks)] if used else []
-        narrow.add_row(*first, Text(", ").join(copies), *shown)
+        narrow.add_row(*first, Text(", ").join(copies), *([", ".join(remarks)] if used else []))
     return narrow
 
 
@@ -343,19 +246,6 @@ def with_tier(tier: str, error: object) -> str:
 def describe_new(tier: str, place: str) -> str:
     """Format a tier whose folder no run has used."""
     return f"{tier}: {place} is not created yet: the first training creates it"
-
-
-def warn_of(elsewhere: Attempt | None) -> None:
-    """Warn where the newest attempt is of another node: whether its trainer is alive cannot be known here."""
-    if elsewhere is not None:
-        print_problem(
-            f"the newest attempt, {elsewhere.number}, was started on {elsewhere.node}; whether its trainer is alive "
-            "cannot be seen from this machine"
-        )
-
-
-def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
-    return None if owner is None else members(owner, "pid", "node", "since_wall_s")
 
 
 @contextmanager

@@ -14,20 +14,17 @@ from pathlib import Path
 
 from tierfall.cli.common import (
     CommandOutput,
-    check_tier,
     coloured,
     counted,
     document_of,
-    find_step,
-    load_settings,
     progress_bar,
     table,
-    warn_of,
 )
+from tierfall.cli.facts import RunFacts, check_ownerless, check_tier, load_settings
 from tierfall.cli.usage import Asked, CommandRefused, Exit, StepName, code_of, refuse
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
+from tierfall.core.format.catalog import KnownCheckpoint, starts_in
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import members
@@ -35,8 +32,8 @@ from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
 from tierfall.export.export import ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
-from tierfall.ops import commands, sync
-from tierfall.ops.commands import Progress, trained_elsewhere, unread
+from tierfall.ops import sync
+from tierfall.ops.commands import Progress
 from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import Repairer, RepairResult, owned_reader
 from tierfall.ops.verify import (
@@ -57,34 +54,27 @@ def verify(asked: Asked, steps: list[StepName], tier: str | None, repair: bool) 
     check_tier(settings, tier)
     answer = CommandOutput(asked.as_json)
     if repair:
-        _check_ownerless(settings)
+        why = (
+            " and may delete or write copies meanwhile; nothing was checked. Repair once it has ended; until then "
+            "restores read the good copies"
+        )
+        check_ownerless(settings, "verify --repair", why)
     owning = owned_reader(settings, "tierfall verify") if repair else RunReader(settings)
     with owning as reader:
-        listings = reader.list()
-        found = frozenset(
-            find_step(answer, listings, name, tier, doing="verify").id for name in steps
-        )
+        facts = RunFacts(reader)
+        listings = facts.listings
+        found = frozenset(facts.find(answer, name, tier, doing="verify").id for name in steps)
         scope = VerifyScope(checkpoints=found or None, tier=tier)
         total = planned_bytes(listings, scope)
         repairer = Repairer(reader, listings) if repair else None
         if repair:
-            warn_of(trained_elsewhere(listings, reader.stores))
+            facts.warn_if_elsewhere()
         with progress_bar("verify", as_json=asked.as_json) as watch:
             report = check_run(reader, listings, scope, Progress(watch, total).add, repairer)
         report = replace(report, notes=(*report.notes, *record_damage(settings, listings, report)))
     repairs = None if repairer is None else repairer.repairs
     _answer_verify(answer, settings, report, repairs)
     answer.finish()
-
-
-def _check_ownerless(settings: Config) -> None:
-    with RunReader(settings) as reader:
-        owner = reader.owner()
-    if owner is not None:
-        refuse(
-            f"verify --repair: a trainer owns run {settings.run!r} ({owner}) and may delete or write copies meanwhile; "
-            "nothing was checked. Repair once it has ended; until then restores read the good copies"
-        )
 
 
 def _answer_verify(
@@ -166,22 +156,20 @@ def copy(asked: Asked, steps: list[StepName], to: str) -> None:
             f"copy: {to} is memory, which only the trainer writes; name another tier", Exit.USAGE
         )
     answer = CommandOutput(asked.as_json)
+    why = (
+        " and flushes by the rules of the file; nothing was copied. Copy once it has ended, or start it with another "
+        "flush: {every: ...} for that tier"
+    )
+    check_ownerless(settings, "copy", why)
     with RunReader(settings) as reader:
-        owner = reader.owner()
-        listings = reader.list()
-        elsewhere = commands.trained_elsewhere(listings, reader.stores)
-        found = [find_certain(answer, listings, name, None, doing="copy").id for name in steps]
-    if owner is not None:
-        refuse(
-            f"copy: a trainer owns run {settings.run!r} ({owner}) and flushes by the rules of the file; nothing was "
-            "copied. Copy once it has ended, or start it with another flush: {every: ...} for that tier"
-        )
-    warn_of(elsewhere)
+        facts = RunFacts(reader)
+    found = [find_certain(answer, facts, name, None, doing="copy").id for name in steps]
+    facts.warn_if_elsewhere()
     documents = []
     for id in dict.fromkeys(found):
         try:
             with (
-                naming_unread_tiers(answer, listings),
+                naming_unread_tiers(answer, facts),
                 progress_bar(f"copy {id}", as_json=asked.as_json) as watch,
             ):
                 copied = sync.copy(settings, id, to, watch)
@@ -215,7 +203,7 @@ def _report_copy(answer: CommandOutput, copied: sync.CopyResult) -> None:
 
 def find_certain(
     answer: CommandOutput,
-    listings: Sequence[Listing],
+    facts: RunFacts,
     name: StepName,
     tier: str | None,
     *,
@@ -226,12 +214,12 @@ def find_certain(
     Ends the command where it is absent, and where STEP names no attempt and an unread tier may hold that step of a
     newer attempt: the one that was found may be abandoned.
     """
-    found = find_step(answer, listings, name, tier, doing=doing)
+    found = facts.find(answer, name, tier, doing=doing)
     if tier is not None:
         return found
-    silent = unread(listings)
+    silent = facts.unread
     answer.note_unread(silent)
-    if silent and name.attempt is None and may_be_newer(listings, found.id):
+    if silent and name.attempt is None and _may_be_newer(facts, found.id):
         choice = f"name it {found.id}" + (", or a tier by --tier" if doing == "export" else "")
         answer.refuse(
             f"{doing}: a newer attempt than that of {found.id} may have saved step {found.id.step} too, on "
@@ -240,11 +228,13 @@ def find_certain(
     return found
 
 
-def may_be_newer(listings: Sequence[Listing], id: CheckpointId) -> bool:
+def _may_be_newer(facts: RunFacts, id: CheckpointId) -> bool:
     """Whether a later attempt may have saved the checkpoint's step again: one exists, and is not known to have started
     at that step or above."""
-    known = merge(listings)
-    numbers = {n for listing in listings for n in listing.attempts} | {c.id.attempt for c in known}
+    listings = facts.listings
+    numbers = {n for listing in listings for n in listing.attempts} | {
+        c.id.attempt for c in facts.known
+    }
     begun = {start.attempt: start.step for start in starts_in(listings) if not start.passed_over}
     newest = max(numbers, default=id.attempt)
     return any(begun.get(n, -1) < id.step for n in range(id.attempt + 1, newest + 1))
@@ -252,13 +242,13 @@ def may_be_newer(listings: Sequence[Listing], id: CheckpointId) -> bool:
 
 @contextmanager
 def naming_unread_tiers(
-    answer: CommandOutput, listings: Sequence[Listing], gone: Callable[[], str] = lambda: ""
+    answer: CommandOutput, facts: RunFacts, gone: Callable[[], str] = lambda: ""
 ) -> Iterator[None]:
     """End the command where the block raises; where no copy was good, name the unread tiers that may hold a good one.
 
     ``gone`` returns a message if the copies were deleted meanwhile; it is called where no good copy was found.
     """
-    silent = ", ".join(unread(listings))
+    silent = ", ".join(facts.unread)
     try:
         yield
     except IntegrityError as error:
@@ -279,12 +269,12 @@ def export(asked: Asked, step: StepName, wish: ExportOptions, tier: str | None) 
     check_tier(settings, tier)
     answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
-        listings = reader.list()
-        checkpoint = find_certain(answer, listings, step, tier, doing="export")
-        held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
+        facts = RunFacts(reader)
+        checkpoint = find_certain(answer, facts, step, tier, doing="export")
+        held = [listing.tier for listing in facts.listings if listing.tier in checkpoint.copies]
         tiers = [name for name in held if tier in (None, name)]
         with (
-            naming_unread_tiers(answer, listings, lambda: _dropped(reader, checkpoint.id, tiers)),
+            naming_unread_tiers(answer, facts, lambda: _dropped(reader, checkpoint.id, tiers)),
             progress_bar("export", as_json=asked.as_json) as watch,
         ):
             exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch)
@@ -323,12 +313,9 @@ def import_(asked: Asked, path: Path, as_step: int, entry: str | None) -> None:
         refuse(f"import: --entry {entry!r}: expected a name, such as model", Exit.USAGE)
     answer = CommandOutput(asked.as_json)
     read = read_state(path.expanduser(), entry)
+    why = "; nothing was imported. Import once it has ended, or into another run by --run"
+    check_ownerless(settings, "import", why)
     with RunReader(settings) as reader:
-        if (owner := reader.owner()) is not None:
-            refuse(
-                f"import: a trainer owns run {settings.run!r} ({owner}); nothing was imported. Import once it has "
-                "ended, or into another run by --run"
-            )
         new = reader.list_with_new()[1]
     with progress_bar(f"import {path.name}", as_json=asked.as_json) as watch:
         imported = import_state(settings, read, as_step, watch)

@@ -21,19 +21,15 @@ from rich.table import Table
 from rich.text import Text
 
 from tierfall.cli.common import (
-    REMARKS,
     CommandOutput,
     Part,
     cell,
-    copies_table,
+    checkpoints_table,
     counted,
-    format_metric,
-    load_settings,
-    owner_members,
     table,
     with_tier,
 )
-from tierfall.cli.ls_show import RunFacts, format_peer_survival, remarks_on
+from tierfall.cli.facts import RunFacts, load_settings, owner_members
 from tierfall.cli.usage import Asked, Exit, refuse, to_document
 from tierfall.config import Config
 from tierfall.core.types.text import members, to_json
@@ -43,18 +39,15 @@ from tierfall.core.types.units import (
     format_share,
     format_size,
 )
-from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import LIST_EVERY_S, RankProcess, RunSnapshot, Watcher
 from tierfall.policies.retention import used_metrics
 from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.figures import FIGURES, format_figure, of_run, of_tier
 from tierfall.telemetry.prometheus import MetricsServer
-from tierfall.telemetry.reports import format_bounds
+from tierfall.telemetry.reports import describe_peer_survival, format_bounds
 from tierfall.telemetry.status import (
     HANGS_AFTER_S,
-    CheckpointStatus,
-    CopyStatus,
     RunStatus,
     Status,
     TransferStatus,
@@ -72,20 +65,18 @@ ROWS_ON_SCREEN = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``cell`` gives the
-    state of a copy in a word, by its checkpoint and tier. ``metrics`` are those that people see; None: all."""
+    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not. ``metrics`` are those
+    that people see; None: all."""
 
     snapshot: RunSnapshot
     status: RunStatus
     unread: tuple[str, ...] = ()
-    cell: Callable[[CheckpointStatus, str], str]
     problems: tuple[str, ...]
     metrics: Sequence[str] | None = None
 
     @property
     def document(self) -> dict[str, Any]:
         status, found = self.status, self.status.statistics
-        shown = {"checkpoints", "checkpoints_known", "transfers"}
         return {
             "run": status.run,
             "wall_time_s": self.snapshot.wall_time_s,
@@ -95,7 +86,8 @@ class RunView:
                 {"name": tier, "kind": kind, **to_json(of_tier(found, tier))}
                 for tier, kind in status.tiers.items()
             ],
-            **status.model_dump(mode="json", include=shown),
+            "checkpoints": [members(one) for one in status.checkpoints],
+            **status.model_dump(mode="json", include={"checkpoints_known", "transfers"}),
             **(to_json(of_run(found)) if self.snapshot.live is not None else {}),
             **members(found, "newest", "loss_bound", "peer_survival"),
             "events": list(self.snapshot.events),
@@ -125,8 +117,8 @@ class RunView:
             yield f"and {counted(more, 'older one', 'older ones')}"
         yield ""
         yield from format_bounds(seen.statistics.loss_bound, self.unread)
-        is_live = self.snapshot.live is not None
-        yield from format_peer_survival(seen.statistics.peer_survival, live=is_live)
+        if (found := seen.statistics.peer_survival) is not None:
+            yield describe_peer_survival(found, live=self.snapshot.live is not None)
         if len(self.snapshot.slots) > 1 and any(s.owner or s.status for s in self.snapshot.slots):
             yield ""
             yield _slot_table(self.snapshot)
@@ -140,7 +132,6 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
     return RunView(
         snapshot=snapshot,
         status=_with_memory_of_all(status, snapshot),
-        cell=_reported_cell,
         problems=snapshot.problems,
     )
 
@@ -173,35 +164,12 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
         status=RunStatus(
             run=run,
             tiers={tier.name: tier.kind for tier in facts.safety.tiers},
-            checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
-            checkpoints_known=len(facts.rows()),
+            checkpoints=tuple(facts.checkpoints.values()),
+            checkpoints_known=len(facts.checkpoints),
             statistics=facts.statistics,
         ),
         unread=tuple(facts.unread),
-        cell=lambda one, tier: facts.cell(CheckpointId(one.step, one.attempt), tier),
         problems=(*snapshot.problems, *unread, *damaged),
-    )
-
-
-def _listed(facts: RunFacts, id: CheckpointId) -> CheckpointStatus:
-    known = facts.by_id.get(id)
-    copies = {
-        listing.tier: CopyStatus(state=CopyState.ARRIVING, bytes=listing.unfinished[id])
-        for listing in facts.listings
-        if id in listing.unfinished
-    }
-    if known is None:
-        return CheckpointStatus(step=id.step, attempt=id.attempt, copies=copies)
-    held = {t: CopyStatus(state=c.state, bytes=c.bytes) for t, c in known.copies.items()}
-    return CheckpointStatus(
-        step=id.step,
-        attempt=id.attempt,
-        copies=copies | held,
-        owed=facts.owed(id),
-        pinned=known.pinned,
-        abandoned=known.abandoned,
-        tags=tuple(sorted(known.tags)),
-        metrics=to_json(known.metrics),
     )
 
 
@@ -285,26 +253,16 @@ def _tier_table(status: RunStatus, bars: bool) -> Table:
 
 
 def _grid(frame: RunView, rows: int) -> Table | Text:
-    names = [*frame.status.tiers]
     shown = [*reversed(frame.status.checkpoints[-rows:])]
     metrics = frame.metrics
     if metrics is None:
         metrics = sorted({name for one in shown for name in one.metrics})
-    made = []
-    for one in shown:
-        states = {name: frame.cell(one, name) for name in names}
-        values = [format_metric(one.metrics.get(name)) for name in metrics]
-        made.append(([f"{one.step}@{one.attempt}"], states, [*values, ", ".join(remarks_on(one))]))
-    return copies_table(("STEP",), names, (*metrics, REMARKS), made)
-
-
-def _reported_cell(one: CheckpointStatus, tier: str) -> str:
-    """Return the state of a copy as the trainer says it."""
-    copy = one.copies.get(tier)
-    if copy is None:
-        return "owed" if tier in one.owed else "set aside" if tier in one.set_aside else "-"
-    return str(copy.state) + (
-        "" if copy.fraction is None else f" {format_share(round(copy.fraction, 2))}"
+    return checkpoints_table(
+        shown,
+        [*frame.status.tiers],
+        metrics,
+        now_s=frame.snapshot.wall_time_s,
+        unread=frame.unread,
     )
 
 
@@ -430,7 +388,7 @@ def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
             continue
         if facts is None or snapshot.wall_time_s >= facts.wall_time_s + LIST_EVERY_S:
             with RunReader(settings) as reader:
-                facts = RunFacts.gather(reader)
+                facts = RunFacts(reader)
         yield view_of_facts(settings.run, facts, snapshot)
 
 

@@ -69,6 +69,14 @@ def find_owner(folder: Path) -> LockOwner | None:
     return next((owner for owner in owners if owner is not None and not owner.command), None)
 
 
+def find_owner_of(config: Config) -> LockOwner | None:
+    """Return the living trainer of a run on this machine, or None, also if memory cannot be read."""
+    try:
+        return find_owner(run_folder(seen_by_one(config), config.run))
+    except TierfallError:
+        return None
+
+
 def open_memory(
     folder: Path, slots: Iterable[int], *, name: str, run: str
 ) -> tuple[list[HostTier], TierfallError | None]:
@@ -229,11 +237,8 @@ class RunReader:
             host.close(keep=True)
 
     def owner(self) -> LockOwner | None:
-        """Return the living process that trains this run on this machine, or None, also if memory cannot be read."""
-        try:
-            return find_owner(self._folder)
-        except TierfallError:
-            return None
+        """Return the living process that trains this run on this machine."""
+        return find_owner_of(self.config)
 
     def list(self) -> tuple[Listing, ...]:
         """List all tiers; those that are not created yet are empty: ``open`` creates them."""

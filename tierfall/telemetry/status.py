@@ -20,8 +20,9 @@ from tierfall.core.format import documents
 from tierfall.core.types.errors import BackendError, IntegrityError
 from tierfall.core.types.text import to_json
 from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import CopyState, TierKind
+from tierfall.core.types.values import TierKind
 from tierfall.telemetry.figures import Statistics, to_key, to_metrics
+from tierfall.telemetry.reports import CheckpointInfo
 
 logger = logging.getLogger("tierfall")
 
@@ -32,29 +33,6 @@ class _StatusPart(BaseModel):
     """Frozen; unknown members, of a newer tierfall, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class CopyStatus(_StatusPart):
-    """One copy; ``fraction`` is the share of an arriving copy that is there."""
-
-    state: CopyState
-    bytes: int
-    fraction: float | None = None
-
-
-class CheckpointStatus(_StatusPart):
-    """One checkpoint: its copies by tier, the tiers that are owed one, and by tier why its copy was set aside. A metric
-    that is not finite is text."""
-
-    step: int
-    attempt: int
-    copies: dict[str, CopyStatus]
-    owed: tuple[str, ...] = ()
-    set_aside: dict[str, str] = {}
-    pinned: bool = False
-    abandoned: bool = False
-    tags: tuple[str, ...] = ()
-    metrics: dict[str, float | str] = {}
 
 
 class TransferStatus(_StatusPart):
@@ -76,7 +54,7 @@ class RunStatus(_StatusPart):
 
     run: str
     tiers: dict[str, TierKind]
-    checkpoints: tuple[CheckpointStatus, ...]
+    checkpoints: tuple[CheckpointInfo, ...]
     checkpoints_known: int
     transfers: tuple[TransferStatus, ...] = ()
     statistics: Statistics = Statistics()
