@@ -78,7 +78,7 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_114,
     ("tierfall/ops",): 3_295,
     ("tierfall/telemetry",): 1_772,
-    ("tierfall/cli",): 4_120,
+    ("tierfall/cli",): 3_956,
     ("tierfall/integrations",): 3_059,
     ("tierfall/imports", "tierfall/export"): 2_821,
     ("tierfall/plan",): 177,

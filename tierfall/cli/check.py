@@ -48,23 +48,43 @@ from tierfall.setup.tiers import is_shared, tier_rules
 from tierfall.telemetry.reports import format_bounds
 
 
-def check(asked: Asked, size_bytes: int, inputs: Training) -> None:
+def check(
+    asked: Asked,
+    size: int,
+    image: int | None,
+    save_every: float | None,
+    step_time: float | None,
+    steps_per_hour: float | None,
+    ranks: int | None,
+    nodes: int | None,
+) -> None:
     """Check the configuration, measure every tier, and forecast its steady state."""
+    if step_time is not None and steps_per_hour is not None:
+        refuse("--step-time and --steps-per-hour exclude each other", Exit.USAGE)
+    if ranks is not None and (nodes or 1) > ranks:
+        refuse(f"--nodes: {nodes} nodes are more than {ranks} ranks", Exit.USAGE)
+    inputs = Training(
+        image_bytes=image,
+        save_every_s=save_every,
+        step_s=3600 / steps_per_hour if steps_per_hour else step_time,
+        ranks=ranks,
+        nodes=nodes,
+    )
     of_all = load_settings_of_all(asked, doing="check")
     settings = seen_by_one(of_all)
-    if size_bytes > SIZE_MAX_BYTES:
+    if size > SIZE_MAX_BYTES:
         refuse(f"--size: expected {format_size(SIZE_MAX_BYTES)} at most", Exit.USAGE)
     answer = CommandOutput(asked.as_json)
     shown = watched(asked.as_json)
     console = Console(quiet=not shown, force_terminal=shown)
     with console.status("check", spinner="line") as status:
-        tiers = measure(settings, size_bytes, lambda name: status.update(f"check: {name}"))
+        tiers = measure(settings, size, lambda name: status.update(f"check: {name}"))
     answer.document = {
         "run": settings.run,
-        "size_bytes": size_bytes,
+        "size_bytes": size,
         "tiers": [members(tier) for tier in tiers],
     }
-    _show(answer, tiers, size_bytes)
+    _show(answer, tiers, size)
     _report_address(answer, of_all)
     report_steady_state(answer, of_all, tiers, inputs)
     _report_loss_bounds(answer, settings, tiers)

@@ -60,22 +60,52 @@ _DONE = {
 }
 
 
-def change(
+def pin(asked: Asked, steps: list[StepName]) -> None:
+    """Protect steps from every deletion rule."""
+    _change(asked, CommandKind.PIN, steps)
+
+
+def unpin(asked: Asked, steps: list[StepName]) -> None:
+    """Remove the pin of steps."""
+    _change(asked, CommandKind.UNPIN, steps)
+
+
+def tag(asked: Asked, tag: str, steps: list[StepName]) -> None:
+    """Add a tag to steps."""
+    _change(asked, CommandKind.TAG, steps, tag=tag)
+
+
+def untag(asked: Asked, tag: str, steps: list[StepName]) -> None:
+    """Remove a tag of steps."""
+    _change(asked, CommandKind.UNTAG, steps, tag=tag)
+
+
+def rm(
+    asked: Asked, steps: list[StepName] | None, all: bool, yes: bool, even_the_last: bool
+) -> None:
+    """Delete steps, or a whole run."""
+    if all:
+        _rm_run(asked, steps or [])
+    elif steps:
+        _change(asked, CommandKind.DELETE, steps, yes=yes, even_the_last=even_the_last)
+    else:
+        refuse("rm: missing argument 'STEP...'; see tierfall rm --help", Exit.USAGE)
+
+
+def _change(
     asked: Asked,
-    verb: str,
+    kind: CommandKind,
     steps: list[StepName],
     *,
     yes: bool = True,
     even_the_last: bool = True,
     tag: str = "",
 ) -> None:
-    """Pin, unpin, tag, untag or delete (``rm``) steps: find all of them first, and execute the command, or leave it in
-    the tiers' lists for the living trainer. Nothing is deleted if one of them is pinned."""
-    if verb in ("tag", "untag"):
+    """Find all steps first; then execute a command on them, or leave it in the tiers' lists for the living trainer.
+    Nothing is deleted if one of them is pinned."""
+    verb = "rm" if kind is CommandKind.DELETE else str(kind)
+    if kind in (CommandKind.TAG, CommandKind.UNTAG):
         check_tag(tag, what=verb)
-    kind = CommandKind.DELETE if verb == "rm" else CommandKind(verb)
-    if not steps:
-        refuse(f"{verb}: missing argument 'STEP...'; see tierfall {verb} --help", Exit.USAGE)
     settings, answer = load_settings(asked, doing=verb), CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
@@ -173,7 +203,7 @@ def is_typed(run: str) -> bool:
 # A whole run -----------------------------------------------------------------------------------------
 
 
-def rm_run(asked: Asked, steps: list[StepName]) -> None:
+def _rm_run(asked: Asked, steps: list[StepName]) -> None:
     """Delete a whole run, after its name was read from standard input."""
     run = asked.run
     if steps or run is None:
@@ -328,8 +358,21 @@ def forget(asked: Asked, tier: str) -> None:
 # drain -----------------------------------------------------------------------------------------------
 
 
-def drain(asked: Asked, deadline_s: float | None) -> None:
-    """Flush what a dead trainer left in host memory, then free the memory."""
+def drain(asked: Asked, deadline: float | None, all: bool, discard: bool) -> None:
+    """Flush what a dead trainer left in host memory, then free the memory; of every run, or only free it."""
+    if all and asked.run is not None:
+        refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
+    if discard and deadline is not None:
+        refuse("drain: --discard flushes nothing: leave --deadline out", Exit.USAGE)
+    if discard:
+        _discard_runs(asked, all)
+    elif all:
+        _drain_runs(asked, deadline)
+    else:
+        _drain_run(asked, deadline)
+
+
+def _drain_run(asked: Asked, deadline_s: float | None) -> None:
     settings = load_settings(asked, doing="drain")
     answer = CommandOutput(asked.as_json)
     check_ownerless(settings, "drain", " and flushes its memory itself; nothing was done")
@@ -424,7 +467,7 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.problem(problem)
 
 
-def drain_all(asked: Asked, deadline_s: float | None) -> None:
+def _drain_runs(asked: Asked, deadline_s: float | None) -> None:
     """Drain every run that has left images in this node's memory, by the file that its memory notes."""
     began = time.monotonic()
     answer = CommandOutput(asked.as_json)
@@ -447,7 +490,7 @@ def drain_all(asked: Asked, deadline_s: float | None) -> None:
     answer.finish()
 
 
-def discard(asked: Asked, every_run: bool) -> None:
+def _discard_runs(asked: Asked, every_run: bool) -> None:
     """Free what a dead run holds in this node's memory, or every one, once its name was typed."""
     answer = CommandOutput(asked.as_json)
     if every_run:

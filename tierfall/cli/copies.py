@@ -29,9 +29,10 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CheckpointId
-from tierfall.export.export import ExportOptions, ExportResult
+from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
+from tierfall.export.export import ExportResult
 from tierfall.export.export import export as export_checkpoint
+from tierfall.export.output import DTYPES, ExportOptions, format_of
 from tierfall.ops import sync
 from tierfall.ops.commands import Progress
 from tierfall.ops.reader import RunReader
@@ -48,7 +49,7 @@ from tierfall.ops.verify import (
 _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
 
 
-def verify(asked: Asked, steps: list[StepName], tier: str | None, repair: bool) -> None:
+def verify(asked: Asked, steps: list[StepName] | None, tier: str | None, repair: bool) -> None:
     """Verify every file of every copy, or of those of some steps, and repair what is damaged."""
     settings = load_settings(asked, doing="verify --repair" if repair else "")
     check_tier(settings, tier)
@@ -63,7 +64,7 @@ def verify(asked: Asked, steps: list[StepName], tier: str | None, repair: bool) 
     with owning as reader:
         facts = RunFacts(reader)
         listings = facts.listings
-        found = frozenset(facts.find(answer, name, tier, doing="verify").id for name in steps)
+        found = frozenset(facts.find(answer, name, tier, doing="verify").id for name in steps or ())
         scope = VerifyScope(checkpoints=found or None, tier=tier)
         total = planned_bytes(listings, scope)
         repairer = Repairer(reader, listings) if repair else None
@@ -263,8 +264,29 @@ def naming_unread_tiers(
 # export --------------------------------------------------------------------------------------------
 
 
-def export(asked: Asked, step: StepName, wish: ExportOptions, tier: str | None) -> None:
+def export(
+    asked: Asked,
+    step: StepName,
+    to: Path,
+    format: ExportFormat | None,
+    only: list[str] | None,
+    max_shard: int | None,
+    dtype: ExportDtype | None,
+    beside: list[Path] | None,
+    tier: str | None,
+    force: bool,
+) -> None:
     """Write a step as one file, as shards, or as a DCP folder."""
+    to = to.expanduser()
+    wish = ExportOptions(
+        to=to,
+        format=format_of(to, format),
+        only=tuple(only or ()),
+        replace=force,
+        max_shard_bytes=max_shard,
+        dtype=None if dtype is None else DTYPES[dtype],
+        beside=tuple(path.expanduser() for path in beside or ()),
+    )
     settings = load_settings(asked)
     check_tier(settings, tier)
     answer = CommandOutput(asked.as_json)

@@ -3,20 +3,14 @@ tiers."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import typer
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -30,7 +24,7 @@ from tierfall.cli.common import (
     with_tier,
 )
 from tierfall.cli.facts import RunFacts, load_settings, owner_members
-from tierfall.cli.usage import Asked, Exit, refuse, to_document
+from tierfall.cli.usage import Asked, Exit, print_out, refuse, to_document
 from tierfall.config import Config
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import (
@@ -55,12 +49,11 @@ from tierfall.telemetry.status import (
 
 ROWS_MAX = 12
 EVENTS_SHOWN = 6
-BAR, BAR_WIDTH = "PROGRESS", 20
-TIME_MAX_S = 3e10
-NUMBER_MAX = 1e18
-_SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
+_SHOWN_MEMBERS = ("tier", "bytes", "seconds", "outcome", "reason", "doing", "count")
 
 ROWS_ON_SCREEN = 200
+HOME, CLEAR = "\x1b[H", "\x1b[H\x1b[2J"
+TO_THE_END_OF_LINE, TO_THE_END = "\x1b[K", "\x1b[J"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,23 +86,19 @@ class RunView:
             "events": list(self.snapshot.events),
         }
 
-    def rows(self, rows_max: int) -> int:
-        """Return how many steps a frame with at most ``rows_max`` shows."""
-        return min(rows_max, len(self.status.checkpoints))
-
-    def shown(self, rows_max: int = ROWS_MAX, *, bars: bool = False) -> Iterator[Part]:
+    def shown(self, rows_max: int = ROWS_MAX) -> Iterator[Part]:
         """Give the lines and tables of a frame, the newest step first."""
         yield from _heading(self)
         yield ""
         seen = self.status
-        yield _tier_table(seen, bars)
+        yield _tier_table(seen)
         for tier, reason in seen.statistics.failing.items():
             if reason:
                 yield Text(with_tier(tier, reason), style="red")
         if seen.transfers:
             yield ""
-            yield _transfer_table(seen.transfers, bars)
-        rows = self.rows(rows_max)
+            yield _transfer_table(seen.transfers)
+        rows = min(rows_max, len(seen.checkpoints))
         if rows:
             yield ""
             yield _grid(self, rows)
@@ -222,33 +211,15 @@ def _ago(snapshot: RunSnapshot, status: Status) -> str:
     return f"{format_duration(round(snapshot.age_s(status)))} ago"
 
 
-def _bar(share: float | None, style: str = "cyan") -> ProgressBar | str:
-    bar = ProgressBar(1.0, share or 0.0, complete_style=style, finished_style=style)
-    return "" if share is None else bar
-
-
-def _table_with_bars(*columns: str, right: Sequence[str], bars: bool) -> Table:
-    """Return a table whose last column, of bars if there are any, is what a narrow terminal takes away from."""
-    made = table(*columns, *([BAR] if bars else []), right=right)
-    for column in made.columns:
-        column.no_wrap = True
-    if bars:
-        made.columns[-1].no_wrap, made.columns[-1].overflow = False, "crop"
-        made.columns[-1].max_width = BAR_WIDTH
-    return made
-
-
-def _tier_table(status: RunStatus, bars: bool) -> Table:
+def _tier_table(status: RunStatus) -> Table:
     """Return the table of tiers: a column for each figure that has a heading."""
     shown = [figure for figure in FIGURES.values() if figure.column]
     right = [figure.column for figure in shown]
-    made = _table_with_bars("TIER", "KIND", *right, right=right, bars=bars)
+    made = table("TIER", "KIND", *right, right=right)
     for tier, kind in status.tiers.items():
         found = of_tier(status.statistics, tier)
         cells = [cell(found.get(each.name), partial(format_figure, each)) for each in shown]
-        style = "red" if found.get("failing") else "cyan"
-        bar = [_bar(found.get("fill"), style)] if bars else []
-        made.add_row(tier, str(kind), *cells, *bar)
+        made.add_row(tier, str(kind), *cells, style="red" if found.get("failing") else None)
     return made
 
 
@@ -266,20 +237,18 @@ def _grid(frame: RunView, rows: int) -> Table | Text:
     )
 
 
-def _transfer_table(transfers: tuple[TransferStatus, ...], bars: bool) -> Table:
+def _transfer_table(transfers: Iterable[TransferStatus]) -> Table:
     right = ("DONE", "SIZE", "RATE", "LEFT")
-    made = _table_with_bars("COPY", "TO", "PHASE", *right, right=right, bars=bars)
+    made = table("COPY", "TO", "PHASE", *right, right=right)
     for one in transfers:
-        share = one.done_bytes / max(1, one.bytes)
         made.add_row(
             f"{one.step}@{one.attempt}",
             one.tier,
             one.phase,
-            format_share(round(share, 2)),
+            format_share(round(one.done_bytes / max(1, one.bytes), 2)),
             format_size(one.bytes),
             cell(one.bytes_per_s or None, format_rate),
             cell(one.left_s, format_duration),
-            *([_bar(share)] if bars else []),
         )
     return made
 
@@ -304,38 +273,31 @@ def _slot_table(snapshot: RunSnapshot) -> Table:
     return made
 
 
+_FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "wall_time_s": lambda at: time.strftime("%H:%M:%S", time.localtime(at)),
+    "bytes": format_size,
+    "seconds": lambda seconds: f"in {format_duration(seconds)}",
+}
+
+
 def _format_event(event: dict[str, Any]) -> str:
     """Format an event as one line: time, kind, step, tier and its other members."""
-    at = _readable_number(event.get("wall_time_s"))
-    when = (
-        "-" if at is None or abs(at) > TIME_MAX_S else time.strftime("%H:%M:%S", time.localtime(at))
-    )
-    parts = [when, str(event["kind"]).replace("_", " ")]
+
+    def told(name: str) -> str:
+        value = event.get(name, "")
+        try:
+            return _FORMATS.get(name, str)(value)
+        except (TypeError, ValueError, OverflowError, OSError):  # an event log is not to be trusted
+            return str(value)
+
+    parts = [told("wall_time_s") or "-", str(event["kind"]).replace("_", " ")]
     if "step" in event:
         parts.append(f"{event['step']}@{event.get('attempt')}")
-    if "tier" in event:
-        parts.append(str(event["tier"]))
-    for name in _SHOWN_MEMBERS:
-        value = event.get(name)
-        number = _readable_number(value)
-        if name == "bytes" and number is not None:
-            parts.append(format_size(number))
-        elif name == "seconds" and number is not None:
-            parts.append(f"in {format_duration(number)}")
-        elif isinstance(value, str | int):
-            parts.append(str(value))
-    return " ".join(parts)
-
-
-def _readable_number(value: object) -> float | None:
-    """Return a number from an untrusted file; None where it is no number, or too large for a time or a size."""
-    if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
-        return float(value)
-    return None
+    return " ".join([*parts, *filter(None, map(told, _SHOWN_MEMBERS))])
 
 
 def watch(
-    asked: Asked, every_s: float, once: bool, prometheus: tuple[str, int] | None, metrics: bool
+    asked: Asked, every: float, once: bool, prometheus: tuple[str, int] | None, metrics: bool
 ) -> None:
     """Show a run live, or one frame of it, or serve its metrics."""
     settings = load_settings(asked)
@@ -353,10 +315,10 @@ def watch(
         _once(next(frames), as_json=asked.as_json)
         return
     try:
-        with _screen(as_json=asked.as_json) as show:
-            for frame in frames:
-                show(frame)
-                time.sleep(every_s)
+        paint = _painter(as_json=asked.as_json)
+        for frame in frames:
+            paint(frame)
+            time.sleep(every)
     except KeyboardInterrupt:
         return  # Ctrl-C is how a person ends it
 
@@ -400,58 +362,15 @@ def _once(frame: RunView, *, as_json: bool) -> None:
     answer.finish()
 
 
-@contextmanager
-def _screen(*, as_json: bool) -> Iterator[Callable[[RunView], None]]:
-    """Give what prints a frame: as a line of JSON, on the whole screen of a terminal, or below the last one in a file
-    or pipe."""
+def _painter(*, as_json: bool) -> Callable[[RunView], None]:
+    """Return what prints a frame: as a line of JSON, over the last one on a terminal, or below it in a file or pipe."""
     console = Console(markup=False, highlight=False, emoji=False)
     if as_json:
-        yield lambda frame: typer.echo(to_document(frame.document, frame.problems))
-    elif not sys.stdout.isatty() or console.is_dumb_terminal:
-        yield _print_below
-    else:
-        live = Live(console=console, auto_refresh=False, screen=True)
-        with _giving_back(live) as draw, live:
-            yield lambda frame: draw(_fitted(frame, console))
-
-
-@contextmanager
-def _giving_back(live: Live) -> Iterator[Callable[[RenderableType], None]]:
-    """Give the screen back before SIGTERM ends the process, and while Ctrl-Z stops it. Yield what draws a frame: a
-    Ctrl-Z that comes while one is written waits for its end."""
-    is_writing = is_asked = False
-
-    def stop() -> None:
-        live.stop()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        live.start(refresh=True)
-
-    def write(act: Callable[[], None]) -> None:
-        nonlocal is_writing, is_asked
-        is_writing = True
-        try:
-            act()
-            while is_asked:
-                is_asked = False
-                stop()
-        finally:
-            is_writing = False
-
-    def on_stop(number: int, _: object) -> None:
-        nonlocal is_asked
-        is_asked = True
-        if not is_writing:
-            write(lambda: None)
-
-    handlers = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)),
-        signal.SIGTSTP: signal.signal(signal.SIGTSTP, on_stop),
-    }
-    try:
-        yield lambda frame: write(lambda: live.update(frame, refresh=True))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        return lambda frame: print_out(to_document(frame.document, frame.problems) + "\n")
+    if not sys.stdout.isatty() or console.is_dumb_terminal:
+        return _print_below
+    print_out(CLEAR)
+    return partial(_paint, console)
 
 
 def _print_below(frame: RunView) -> None:
@@ -460,14 +379,20 @@ def _print_below(frame: RunView) -> None:
     answer.finish()
 
 
-def _fitted(frame: RunView, console: Console) -> RenderableType:
-    """Draw a frame with as many steps as the screen has lines for."""
-    drawn = _drawn(frame, ROWS_ON_SCREEN)
-    over = len(console.render_lines(drawn)) - console.height
-    return drawn if over <= 0 else _drawn(frame, max(1, frame.rows(ROWS_ON_SCREEN) - over))
+def _paint(console: Console, frame: RunView) -> None:
+    """Print a frame from the top of the screen, with as many steps as the screen has lines for."""
+    lines = _drawn(console, frame, ROWS_ON_SCREEN)
+    if (over := len(lines) - (console.height - 1)) > 0:
+        rows = min(ROWS_ON_SCREEN, len(frame.status.checkpoints))
+        lines = _drawn(console, frame, max(1, rows - over))
+    shown = (f"{line}{TO_THE_END_OF_LINE}\n" for line in lines[: console.height - 1])
+    print_out("".join([HOME, *shown, TO_THE_END]))
 
 
-def _drawn(frame: RunView, rows: int) -> RenderableType:
-    problems = (Text(f"tierfall: {problem}", style="red") for problem in frame.problems)
-    parts = (*problems, *frame.shown(rows, bars=True))
-    return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
+def _drawn(console: Console, frame: RunView, rows: int) -> list[str]:
+    with console.capture() as drawn:
+        for problem in frame.problems:
+            console.print(f"tierfall: {problem}", style="red")
+        for part in frame.shown(rows):
+            console.print(part)
+    return drawn.get().splitlines()
