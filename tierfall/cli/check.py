@@ -26,7 +26,7 @@ from tierfall.cli.common import (
 from tierfall.cli.facts import RunFacts, load_settings_of_all
 from tierfall.cli.usage import Asked, Exit, refuse
 from tierfall.config import Config, PeerTierConfig
-from tierfall.core.format.catalog import KnownCheckpoint, merge
+from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.records import Commit
 from tierfall.core.ranks.addresses import addresses_of_node, own_address
 from tierfall.core.types.errors import ConfigError
@@ -75,6 +75,8 @@ def check(
     if size > SIZE_MAX_BYTES:
         refuse(f"--size: expected {format_size(SIZE_MAX_BYTES)} at most", Exit.USAGE)
     answer = CommandOutput(asked.as_json)
+    with RunReader(settings) as reader:
+        facts = RunFacts(reader)
     shown = watched(asked.as_json)
     console = Console(quiet=not shown, force_terminal=shown)
     with console.status("check", spinner="line") as status:
@@ -86,8 +88,8 @@ def check(
     }
     _show(answer, tiers, size)
     _report_address(answer, of_all)
-    report_steady_state(answer, of_all, tiers, inputs)
-    _report_loss_bounds(answer, settings, tiers)
+    _report_steady_state(answer, of_all, tiers, inputs, facts)
+    _report_loss_bounds(answer, facts, tiers)
     answer.finish()
 
 
@@ -107,19 +109,17 @@ def _report_address(answer: CommandOutput, of_all: Config) -> None:
 
 
 def _report_loss_bounds(
-    answer: CommandOutput, settings: Config, tiers: Sequence[TierMeasurement]
+    answer: CommandOutput, facts: RunFacts, tiers: Sequence[TierMeasurement]
 ) -> None:
     """Report what survives each loss, how long reading it takes at the measured rates, and which metrics of ``retain``
     no checkpoint has."""
-    with RunReader(settings) as reader:
-        facts = RunFacts(reader)
     rates = {t.name: t.read_bytes_per_second for t in tiers if t.read_bytes_per_second is not None}
     bounds = loss_bounds(replace(facts.safety, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())
     answer.document["loss_bound"] = to_json(bounds) if saved else None
     if saved:
         answer.show("", *format_bounds(bounds, tuple(facts.unread)))
-    answer.document["notes"] = notes = notes_on_metrics(settings, facts.listings)
+    answer.document["notes"] = notes = notes_on_metrics(facts.config, facts.listings)
     answer.show(*notes)
 
 
@@ -246,11 +246,12 @@ def workload(settings: Config, inputs: Training, run: Training) -> Workload | No
     )
 
 
-def report_steady_state(
+def _report_steady_state(
     answer: CommandOutput,
     settings: Config,
     tiers: Sequence[TierMeasurement],
     inputs: Training,
+    facts: RunFacts,
 ) -> None:
     """Report the forecast, or the options that it needs. ``settings`` are those of all nodes."""
     load = workload(settings, inputs, Training())
@@ -259,8 +260,7 @@ def report_steady_state(
         source = (
             "by the run's own checkpoints" if inputs == Training() else "by the options and the run"
         )
-        with RunReader(settings) as reader:
-            load = workload(settings, inputs, measure_run(merge(reader.list())))
+        load = workload(settings, inputs, measure_run(facts.known))
     if load is None:
         answer.document["forecast"] = None
         answer.show("", NO_FORECAST)

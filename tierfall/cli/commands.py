@@ -60,26 +60,6 @@ _DONE = {
 }
 
 
-def pin(asked: Asked, steps: list[StepName]) -> None:
-    """Protect steps from every deletion rule."""
-    _change(asked, CommandKind.PIN, steps)
-
-
-def unpin(asked: Asked, steps: list[StepName]) -> None:
-    """Remove the pin of steps."""
-    _change(asked, CommandKind.UNPIN, steps)
-
-
-def tag(asked: Asked, tag: str, steps: list[StepName]) -> None:
-    """Add a tag to steps."""
-    _change(asked, CommandKind.TAG, steps, tag=tag)
-
-
-def untag(asked: Asked, tag: str, steps: list[StepName]) -> None:
-    """Remove a tag of steps."""
-    _change(asked, CommandKind.UNTAG, steps, tag=tag)
-
-
 def rm(
     asked: Asked, steps: list[StepName] | None, all: bool, yes: bool, even_the_last: bool
 ) -> None:
@@ -87,19 +67,19 @@ def rm(
     if all:
         _rm_run(asked, steps or [])
     elif steps:
-        _change(asked, CommandKind.DELETE, steps, yes=yes, even_the_last=even_the_last)
+        _change(asked, steps, kind=CommandKind.DELETE, yes=yes, even_the_last=even_the_last)
     else:
         refuse("rm: missing argument 'STEP...'; see tierfall rm --help", Exit.USAGE)
 
 
 def _change(
     asked: Asked,
-    kind: CommandKind,
     steps: list[StepName],
     *,
+    kind: CommandKind,
+    tag: str = "",
     yes: bool = True,
     even_the_last: bool = True,
-    tag: str = "",
 ) -> None:
     """Find all steps first; then execute a command on them, or leave it in the tiers' lists for the living trainer.
     Nothing is deleted if one of them is pinned."""
@@ -140,6 +120,12 @@ def _change(
             answer.problem(f"pin {result.id}: {lost[result.id]}")
     answer.document = document_of(settings.run, documents)
     answer.finish()
+
+
+pin, unpin, tag, untag = (
+    partial(_change, kind=kind)
+    for kind in (CommandKind.PIN, CommandKind.UNPIN, CommandKind.TAG, CommandKind.UNTAG)
+)
 
 
 def _describe_result(
@@ -377,11 +363,16 @@ def _drain_run(asked: Asked, deadline_s: float | None) -> None:
     answer = CommandOutput(asked.as_json)
     check_ownerless(settings, "drain", " and flushes its memory itself; nothing was done")
     with RunReader(settings) as reader:
-        holds_images = _holds_images(reader, answer)
-        if not holds_images:
-            _report_empty(reader, answer)
-    if holds_images:
+        memory = reader.memory()
+        if memory.error is not None:
+            refuse(f"drain: host memory cannot be read: {memory.error}")
+        for problem in memory.damaged:
+            answer.problem(f"host memory holds a damaged image: {problem}")
+        facts = None if memory.copies else RunFacts(reader)
+    if facts is None:
         answer.document = _drain(answer, settings, deadline_s)
+    else:
+        _report_empty(facts, answer)
     answer.finish()
 
 
@@ -397,43 +388,24 @@ def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) ->
     with progress_bar("drain", as_json=answer.as_json) as watch:
         drained = drain_run(settings, deadline_s, watch, report_forecast)
     _report_drain(answer, settings, drained)
-    return {
-        "run": settings.run,
-        "done": [members(owed) for owed in drained.done],
-        "left": [members(owed) for owed in drained.left],
-        "memory_kept": drained.memory_kept,
-        "seconds": drained.seconds,
-        "forecast": forecast,
-    }
+    return _document_of(settings.run, drained, forecast)
 
 
-def _holds_images(reader: RunReader, answer: CommandOutput) -> bool:
-    """Return whether host memory holds an image, without locking it."""
-    memory = reader.memory()
-    if memory.error is not None:
-        refuse(f"drain: host memory cannot be read: {memory.error}")
-    for problem in memory.damaged:
-        answer.problem(f"host memory holds a damaged image: {problem}")
-    return bool(memory.copies)
+def _document_of(run: str, drained: DrainResult, forecast: Sequence[str] = ()) -> dict[str, Any]:
+    found = members(drained, "done", "left", "memory_kept", "seconds")
+    return {"run": run, **found, "forecast": list(forecast)}
 
 
-def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
+def _report_empty(facts: RunFacts, answer: CommandOutput) -> None:
     """Report the copies that are owed from another tier: only a trainer's attempt may make those."""
-    listings = reader.list()
-    silent = commands.unread(listings)
-    left = [owed for owed in find_owed(reader.config, listings) if owed.tier not in silent]
-    answer.note_unread(silent)
-    answer.document = {
-        "run": reader.run,
-        "done": [],
-        "left": [members(owed) for owed in left],
-        "memory_kept": False,
-        "seconds": 0.0,
-        "forecast": [],
-    }
-    answer.show(f"run {reader.run}: nothing is in host memory{of_this_user(reader.config)}")
-    for owed in left:
-        answer.show(f"still owed from another tier: {owed}")
+    answer.note_unread(facts.unread)
+    owed = find_owed(facts.config, facts.listings)
+    left = tuple(each for each in owed if each.tier not in facts.unread)
+    answer.document = _document_of(facts.run, DrainResult(left=left))
+    answer.show(
+        f"run {facts.run}: nothing is in host memory{of_this_user(facts.config)}",
+        *(f"still owed from another tier: {each}" for each in left),
+    )
     if left:
         answer.show(
             "drain flushes only what is in memory: the next start of the trainer makes these"

@@ -52,7 +52,7 @@ _STYLES = {
     "arriving": "cyan",
 }
 """Colours of the states that need attention. Rich applies them on a terminal, and honours NO_COLOR and FORCE_COLOR."""
-_STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
+_STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?![^\s,])")
 
 
 def of_this_user(settings: Config) -> str:
@@ -137,10 +137,10 @@ def _wrapped(text: str, width: int) -> str:
     )
 
 
-def coloured(state: str, *, before: str = "") -> Text:
+def coloured(state: str) -> Text:
     """Return the state of a copy in its colour."""
     found = _STATE.match(state)
-    return Text(before).append(state, style=_STYLES[found[0]] if found else "")
+    return Text(state, style=_STYLES[found[0]] if found else "")
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
@@ -159,58 +159,53 @@ def checkpoints_table(
     now_s: float,
     unread: Collection[str] = (),
     writing: Collection[tuple[int, int, str]] = (),
-) -> Table | Text:
-    """Return a table of checkpoints with a column for the state on each tier, and for each of the metrics, and the
-    remarks, that is not empty; with one column for all tiers if it would be wider than the terminal. ``unread`` are
-    tiers that could not be read, ``writing`` the copies in progress, as step, attempt and tier."""
+) -> Text:
+    """Return a table of checkpoints with a column for the state on each tier, for each metric and for remarks; with one
+    column for all tiers if it would be wider than the terminal. ``unread`` are tiers that could not be read,
+    ``writing`` the copies in progress, as step, attempt and tier."""
 
     def state(one: CheckpointInfo, tier: str) -> str:
         found = "?" if tier in unread else one.on(tier)
         is_arriving = found == "owed" and (one.step, one.attempt, tier) in writing
         return str(CopyState.ARRIVING) if is_arriving else found
 
-    head, tail = ("STEP", "AGE", "SIZE"), [*metrics, REMARKS]
-    rows = []
+    narrow_head, wide_head = ("STEP", "AGE", "SIZE", "COPIES"), ("STEP", "AGE", "SIZE", *tiers)
+    wide, narrow = [], []
     for one in shown:
         age = cell(one.wall_time_s, lambda at: rough_duration(max(0.0, now_s - at)))
-        last = [*(format_metric(one.metrics.get(name)) for name in metrics), ", ".join(one.remarks)]
-        first = (f"{one.step}@{one.attempt}", age, format_size(one.bytes))
-        rows.append((first, {tier: state(one, tier) for tier in tiers}, last))
-    used = [place for place in range(len(tail)) if any(last[place] for _, _, last in rows)]
-    right = {*head, *metrics}
-    columns = (*head, *tiers, *(tail[place] for place in used))
-    lines = [
-        columns,
-        *(
-            (*first, *states.values(), *(last[place] for place in used))
-            for first, states, last in rows
-        ),
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    if sum(widths) + 2 * len(widths) - 2 <= screen_width():
-        # Not a Table: rich takes a second for a thousand rows.
-        pads = [str.rjust if name in right else str.ljust for name in columns]
-        padded = (map(lambda pad, text, n: pad(text, n), pads, line, widths) for line in lines)
-        drawn = Text("\n".join("  ".join(cells).rstrip() for cells in padded))
-        drawn.stylize("bold", 0, len(drawn.plain.partition("\n")[0]))
-        drawn.highlight_regex(_STATE, lambda state: _STYLES[state])
-        return drawn
-    narrow = table(*head, "COPIES", *([REMARKS] if used else []), right=right)
-    for column in narrow.columns[: len(head)]:
-        column.no_wrap = True
-    for first, states, last in rows:
+        head = (f"{one.step}@{one.attempt}", age, format_size(one.bytes))
+        states = {tier: state(one, tier) for tier in tiers}
+        values = {name: format_metric(one.metrics.get(name)) for name in metrics}
+        remarks = ", ".join(one.remarks)
+        wide.append((*head, *states.values(), *values.values(), remarks))
         copies = [
-            Text(tier) if state == "committed" else coloured(state, before=f"{tier} ")
-            for tier, state in states.items()
-            if state != "-"
+            tier if found == CopyState.COMMITTED else f"{tier} {found}"
+            for tier, found in states.items()
+            if found != "-"
         ]
-        remarks = [
-            value if name == REMARKS else f"{name} {value}"
-            for name, value in zip(tail, last, strict=True)
-            if value
-        ]
-        narrow.add_row(*first, Text(", ").join(copies), *([", ".join(remarks)] if used else []))
-    return narrow
+        told = [*(f"{name} {value}" for name, value in values.items() if value), remarks]
+        narrow.append((*head, ", ".join(copies), ", ".join(filter(None, told))))
+    right = {"STEP", "AGE", "SIZE", *metrics}
+    drawn = _aligned((*wide_head, *metrics, REMARKS), wide, right)
+    if max(map(len, drawn)) > screen_width():
+        drawn = _aligned((*narrow_head, REMARKS), narrow, right)
+    text = Text(_wrapped("\n".join(drawn), screen_width()))
+    text.stylize("bold", 0, len(drawn[0]))
+    text.highlight_regex(_STATE, lambda state: _STYLES[state])
+    return text
+
+
+def _aligned(
+    names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]
+) -> list[str]:
+    """Return the lines of a table, without columns that are empty: not a Table, as rich takes a second for a thousand
+    rows."""
+    columns = [(name, *cells) for name, *cells in zip(names, *rows, strict=True) if any(cells)]
+    padded = []
+    for column in columns:
+        pad, width = str.rjust if column[0] in right else str.ljust, max(map(len, column))
+        padded.append([pad(cell, width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
 def cell(value: T | None, format: Callable[[T], str]) -> str:

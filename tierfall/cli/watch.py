@@ -223,7 +223,7 @@ def _tier_table(status: RunStatus) -> Table:
     return made
 
 
-def _grid(frame: RunView, rows: int) -> Table | Text:
+def _grid(frame: RunView, rows: int) -> Text:
     shown = [*reversed(frame.status.checkpoints[-rows:])]
     metrics = frame.metrics
     if metrics is None:
