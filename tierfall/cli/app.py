@@ -227,7 +227,7 @@ def init(
 # Reading ---------------------------------------------------------------------------------------------
 
 
-@_command("ls_show", "List the steps of a run, tier by tier.")
+@_command("look", "List the steps of a run, tier by tier.")
 def ls(
     last: Annotated[
         int | None, _option("--last -n", "N", "List the newest N steps only.", min=1)
@@ -237,20 +237,20 @@ def ls(
     """List the steps of a run, the newest last: age, size, and the state on each tier."""
 
 
-@_command("ls_show", "Print the newest step that can be restored.")
+@_command("look", "Print the newest step that can be restored.")
 def latest() -> None:
     """Print the newest step that can be restored. The exit code is 1 if there is none, or if a newer one is damaged."""
 
 
 @_command(
-    "ls_show", "List the runs on the tiers, and in this node's memory.", also=("config", "as_json")
+    "look", "List the runs on the tiers, and in this node's memory.", also=("config", "as_json")
 )
 def runs() -> None:
     """List all runs on the tiers, not only the one that the file names, and what any run holds in the memory of this
     node. Without a file, it lists the memory alone."""
 
 
-@_command("ls_show", "Show steps in full.")
+@_command("look", "Show steps in full.")
 def show(steps: StepsArgument) -> None:
     """Show a step in full: its lineage, its files, its copies and why each is kept or deleted."""
 
@@ -498,7 +498,7 @@ def drain(
 # Looking on ------------------------------------------------------------------------------------------
 
 
-@_command("watch", "Show tiers, copies and transfers live.")
+@_command("look", "Show tiers, copies and transfers live.")
 def watch(
     every: Annotated[
         float, _option("--every", "TIME", "Time between two frames.", _PARSE_FRAME_TIME)

@@ -16,14 +16,15 @@ from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
+    RunFacts,
     cell,
     counted,
     describe_new,
+    load_settings_of_all,
     table,
     watched,
     with_tier,
 )
-from tierfall.cli.facts import RunFacts, load_settings_of_all
 from tierfall.cli.usage import Asked, Exit, refuse
 from tierfall.config import Config, PeerTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint

@@ -14,23 +14,21 @@ from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
-    counted,
-    document_of,
-    of_this_user,
-    progress_bar,
-    table,
-    with_tier,
-)
-from tierfall.cli.facts import (
     RunFacts,
     check_ownerless,
+    counted,
+    document_of,
     load_settings,
     load_settings_if_any,
     load_settings_of_all,
     name_other_runs,
+    of_this_user,
     owner_members,
+    progress_bar,
+    table,
+    with_tier,
 )
-from tierfall.cli.ls_show import held_members
+from tierfall.cli.look import held_members
 from tierfall.cli.usage import Asked, Exit, StepName, at_terminal, refuse
 from tierfall.config import Config
 from tierfall.config.sections import OnClose

@@ -1,4 +1,5 @@
-"""The output of all commands: text, tables, documents and the progress bar.
+"""What all commands share beside their arguments: output and the progress bar; the configuration, and ``RunFacts``, one
+listing of all tiers of a run.
 
 A command prints its output once, at the end: tables and sentences for a person, or one JSON document and nothing else
 on stdout. Each problem is one line on stderr. With ``--json`` there is always a document, whatever the error.
@@ -7,13 +8,18 @@ on stdout. Each problem is one line on stderr. With ``--json`` there is always a
 from __future__ import annotations
 
 import io
+import logging
 import re
 import shutil
+import socket
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
@@ -28,13 +34,42 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from tierfall.cli.usage import CommandRefused, Exit, print_out, to_document
-from tierfall.config import Config
-from tierfall.core.types.errors import TierfallError
+from tierfall.cli.usage import (
+    DEFAULT_CONFIG,
+    Asked,
+    CommandRefused,
+    Exit,
+    StepName,
+    print_out,
+    print_problem,
+    refuse,
+    to_document,
+)
+from tierfall.config import Config, load_config
+from tierfall.config.fields import is_address
+from tierfall.core.format.catalog import KnownCheckpoint, merge, to_view
+from tierfall.core.runtime.run_lock import LockOwner
+from tierfall.core.types.errors import ConfigError, StepError, TierfallError
+from tierfall.core.types.text import format_some, hint_at, members
 from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import CopyState
-from tierfall.ops.commands import Watch
-from tierfall.telemetry.reports import CheckpointInfo
+from tierfall.core.types.values import CheckpointId, CopyState, TierKind
+from tierfall.core.types.view import Decision, Verdict, View
+from tierfall.ops.commands import (
+    Watch,
+    find,
+    restorable,
+    unread,
+    view_of,
+    without_good_copy,
+)
+from tierfall.ops.reader import RunReader, config_of_place, find_owner_of, find_runs
+from tierfall.policies.forecast import loss_bounds, peer_survival
+from tierfall.policies.retention import plan_retention
+from tierfall.setup.places import seen_by_one
+from tierfall.setup.start import newest_attempt
+from tierfall.setup.tiers import tier_rules
+from tierfall.telemetry.figures import Statistics
+from tierfall.telemetry.reports import CheckpointInfo, CopyInfo, format_unread
 
 T = TypeVar("T")
 Part = Table | Text | str
@@ -257,3 +292,247 @@ def progress_bar(label: str, *, as_json: bool) -> Iterator[Watch]:
     ) as progress:
         task = progress.add_task(label, total=0)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+# What is read of a run ------------------------------------------------------------------------------
+
+logger = logging.getLogger("tierfall")
+
+
+def load_settings(asked: Asked, *, doing: str = "") -> Config:
+    """Read the configuration as this node sees it; ends the command if it is invalid. A command that does more than
+    read says so by its name, ``doing``: it needs a file."""
+    return seen_by_one(load_settings_of_all(asked, doing=doing))
+
+
+def load_settings_if_any(asked: Asked, *, doing: str = "") -> Config | None:
+    """Read the configuration as ``load_settings`` does; None if none is named, and there is no ``./tiers.yaml``."""
+    if asked.config is None and not Path(DEFAULT_CONFIG).exists():
+        return None
+    return load_settings(asked, doing=doing)
+
+
+def load_settings_of_all(asked: Asked, *, doing: str = "") -> Config:
+    """Read the configuration as a job on several nodes sees it, with their memory."""
+    if asked.config is None and not Path(DEFAULT_CONFIG).exists():
+        refuse(
+            f"no configuration: there is no {DEFAULT_CONFIG} here; name a YAML file by --config, or set "
+            "TIERFALL_CONFIG; 'tierfall init' writes one",
+            Exit.USAGE,
+        )
+    source = asked.config or DEFAULT_CONFIG
+    is_place = is_address(source) or Path(source).expanduser().is_dir()
+    if is_place and doing:
+        refuse(
+            f"{doing}: a folder or an address is only read; name the YAML file of the run by --config",
+            Exit.USAGE,
+        )
+    try:
+        return (
+            config_of_place(source, asked.run) if is_place else load_config(source, run=asked.run)
+        )
+    except ConfigError as error:
+        refuse(error, Exit.USAGE)
+
+
+def name_other_runs(settings: Config) -> str:
+    """Name the tiers that could not be read, and the runs of the others, after a run that has no checkpoint."""
+    found, unread = find_runs(settings)
+    names = [name for name in found if name != settings.run]
+    others = f"; the tiers have the runs {format_some(names)}" if names else ""
+    return format_unread(unread) + others
+
+
+def check_tier(settings: Config, tier: str | None) -> None:
+    """End the command where no tier has that name."""
+    known = [t.name for t in settings.chain]
+    if tier is not None and tier not in known:
+        hint = hint_at(tier, known)
+        refuse(f"no tier is named {tier!r}; there are {', '.join(known)}{hint}", Exit.USAGE)
+
+
+def check_ownerless(settings: Config, doing: str, why: str) -> None:
+    """End a command that must not run beside a trainer, if one owns the run on this machine."""
+    if (owner := find_owner_of(settings)) is not None:
+        refuse(f"{doing}: a trainer owns run {settings.run!r} ({owner}){why}")
+
+
+def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
+    return None if owner is None else members(owner, "pid", "node", "since_wall_s")
+
+
+class RunFacts:
+    """One listing of all tiers of a run, at ``wall_time_s``. Tiers that are ``not_created`` yet are empty. ``owner`` is
+    the living trainer on this machine, ``newest_attempt`` the record of the newest start; None: not known."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self.run, self.config = reader.run, reader.config
+        self.listings, self.not_created = reader.list_with_new()
+        try:
+            found = newest_attempt(self.listings, reader.stores)
+        except TierfallError as error:
+            logger.debug("the record of the newest attempt could not be read: %s", error)
+            found = None
+        self.newest_attempt = found and found[0]
+        self.owner = reader.owner()
+        self.wall_time_s = time.time()
+        self.known = merge(self.listings)
+        self.by_id = {c.id: c for c in self.known}
+        self.unread = unread(self.listings)
+
+    @cached_property
+    def newest(self) -> CheckpointId | None:
+        """The newest checkpoint that can be restored."""
+        return next(iter(restorable(self.known)), None)
+
+    @cached_property
+    def view(self) -> View:
+        """What the policies decide on."""
+        return view_of(self.config, self.known)
+
+    @cached_property
+    def safety(self) -> View:
+        """``view`` with the read-only tiers, whose copies survive losses, too."""
+        rules = tier_rules(self.config, read_too=True)
+        return to_view(rules, self.known, wall_time_s=self.wall_time_s)
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """The figures that a listing gives. ``peer_survival`` is of the time at which the newest checkpoint in peer
+        memory was committed; None if this node has nothing there that it saved."""
+        start, safety = self.newest_attempt, self.safety
+        survival = None
+        if self.config.peers is not None and start is not None and start.node_losses is not None:
+            survival = peer_survival(safety, start.number, start.node_losses)
+        return Statistics(
+            checkpoints={listing.tier: len(listing.copies) for listing in self.listings},
+            used_bytes={listing.tier: listing.used_bytes for listing in self.listings},
+            capacity_bytes={tier.name: tier.capacity_bytes for tier in safety.tiers},
+            loss_bound=loss_bounds(safety),
+            peer_survival=survival,
+        )
+
+    @cached_property
+    def checkpoints(self) -> dict[CheckpointId, CheckpointInfo]:
+        """Every checkpoint, and every unfinished one, oldest first."""
+        unfinished = {id for listing in self.listings for id in listing.unfinished}
+        owed = {c.id: c.owed - self.unread.keys() for c in self.view.checkpoints}
+        return {
+            id: self._info(id, owed.get(id, frozenset()))
+            for id in sorted({*self.by_id, *unfinished})
+        }
+
+    def _info(self, id: CheckpointId, owed: frozenset[str]) -> CheckpointInfo:
+        state = CopyState.ARRIVING if self.owner else "unfinished"
+        begun = {
+            listing.tier: CopyInfo(state=state, bytes=listing.unfinished[id])
+            for listing in self.listings
+            if id in listing.unfinished
+        }
+        known = self.by_id.get(id)
+        if known is None:
+            most = max(copy.bytes for copy in begun.values())
+            return CheckpointInfo(step=id.step, attempt=id.attempt, bytes=most, copies=begun)
+        held = {
+            tier: CopyInfo(
+                state=copy.label,
+                bytes=copy.bytes,
+                damage=None if copy.damage is None else str(copy.damage),
+            )
+            for tier, copy in known.copies.items()
+        }
+        line = known.commit.lineage if known.commit else None
+        return CheckpointInfo(
+            step=id.step,
+            attempt=id.attempt,
+            ordinal=line.ordinal if line else None,
+            started_from=line.started_from if line else None,
+            bytes=known.bytes,
+            wall_time_s=known.wall_time_s,
+            pinned=known.pinned,
+            abandoned=known.abandoned,
+            deleted=known.deleted,
+            tags=tuple(sorted(known.tags)),
+            metrics=known.metrics,
+            copies=begun | held,
+            owed=tuple(tier.name for tier in self.view.tiers if tier.name in owed),
+        )
+
+    def decision(self, tier: str, id: CheckpointId) -> Decision:
+        """Return what retention decides about a copy, with the reason."""
+        rules = next((rules for rules in self.view.tiers if rules.name == tier), None)
+        if rules is None:
+            reason = "the tier is read-only: nothing is deleted there"
+        elif rules.kind is TierKind.HOST:
+            newest = max((c.id for c in self.view.on(tier) if c.live), default=None)
+            reason = "until a save needs its room; the oldest is evicted first"
+            if newest == id:
+                reason = "the newest in memory is always kept"
+        elif decided := [d for d in plan_retention(self.view, tier) if d.checkpoint == id]:
+            return decided[0]
+        else:
+            reason = f"no rule deletes it: {self.by_id[id].copies[tier].damage}"
+        return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
+
+    # What ends a command, or is told beside its answer -----------------------------------------------
+
+    @property
+    def problems(self) -> Iterator[str]:
+        """What is damaged, and what could not be read."""
+        for listing in self.listings:
+            tier = listing.tier
+            if listing.error is not None:
+                yield f"tier {tier} could not be read: {listing.error}"
+            yield from (f"tier {tier} holds a damaged file: {error}" for error in listing.damaged)
+            for copy in listing.copies:
+                if copy.damage is not None:
+                    what = "could not be read" if copy.unread else "is damaged"
+                    why = str(copy.damage).removeprefix(f"{tier}: ")
+                    why = why.removeprefix(f"{copy.id} was found damaged: ")  # by the tier's list
+                    yield f"{copy.id} {what} on tier {tier}: {why}"
+
+    def note_newer(self, answer: CommandOutput, newest: CheckpointId | None) -> None:
+        """Report the checkpoints after ``newest``, which can be restored, of which no tier has a good copy."""
+        for id, why in sorted(without_good_copy(self.known).items()):
+            if newest is None or id > newest:
+                answer.problem(f"{id} is newer, and {why}")
+
+    def warn_if_elsewhere(self) -> None:
+        """Warn if the newest attempt is of another node: whether its trainer is alive cannot be known here."""
+        start = self.newest_attempt
+        if start is not None and start.node != socket.gethostname():
+            print_problem(
+                f"the newest attempt, {start.number}, was started on {start.node}; whether its trainer is alive cannot "
+                "be seen from this machine"
+            )
+
+    def find(
+        self, answer: CommandOutput, name: StepName, tier: str | None = None, *, doing: str
+    ) -> KnownCheckpoint:
+        """Find the checkpoint that STEP names, on ``tier`` if one is given; if it is not there, end the command and
+        name the tiers that could not be read."""
+        known = [c for c in self.known if tier is None or tier in c.copies]
+        silent = {name: error for name, error in self.unread.items() if tier in (None, name)}
+        try:
+            if name.step is not None:
+                return find(known, name.step, name.attempt, doing=doing, unread=silent)
+            found = _find_latest(known, silent, doing)
+        except StepError as error:
+            answer.note_unread(silent)
+            answer.refuse(error)
+        self.note_newer(answer, found.id)
+        return found
+
+
+def _find_latest(
+    known: Sequence[KnownCheckpoint], unread: Iterable[str], doing: str
+) -> KnownCheckpoint:
+    """Find the newest checkpoint that can be restored; StepError if there is none, or if a tier that could not be read
+    may hold a newer one."""
+    newest = restorable(known)
+    if silent := ", ".join(unread):
+        seen = f"; of the others it is {newest[0]}" if newest else ""
+        raise StepError(f"{doing}: {silent} may hold a later step than the others{seen}: name it")
+    if not newest:
+        raise StepError(f"{doing}: the run has no step that can be restored")
+    return next(c for c in known if c.id == newest[0])

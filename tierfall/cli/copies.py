@@ -14,13 +14,16 @@ from pathlib import Path
 
 from tierfall.cli.common import (
     CommandOutput,
+    RunFacts,
+    check_ownerless,
+    check_tier,
     coloured,
     counted,
     document_of,
+    load_settings,
     progress_bar,
     table,
 )
-from tierfall.cli.facts import RunFacts, check_ownerless, check_tier, load_settings
 from tierfall.cli.usage import Asked, CommandRefused, Exit, StepName, code_of, refuse
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
