@@ -19,8 +19,7 @@ from tierfall.core.types import events
 from tierfall.core.types.events import Event
 from tierfall.core.types.values import CheckpointId
 from tierfall.telemetry import event_log, journal
-from tierfall.telemetry.event_log import LogFile, LogTail, older_half
-from tierfall.telemetry.journal import Subscriber
+from tierfall.telemetry.journal import LogFile, LogTail, Subscriber, older_half
 
 MAX_BYTES = 64 << 10
 

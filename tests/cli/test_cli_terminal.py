@@ -162,7 +162,7 @@ def test_watch_paints_each_frame_over_the_last_one_until_ctrl_c(
     for _ in range(3):  # a stop at any moment needs no care
         screen.text = ""
         seen += screen.read(until="if the site is lost")
-        screen.process.send_signal(signal.SIGTSTP)
+        screen.process.send_signal(signal.SIGSTOP)
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it stops")
         screen.process.send_signal(signal.SIGCONT)
     screen.process.send_signal(signal.SIGINT)

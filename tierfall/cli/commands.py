@@ -44,8 +44,7 @@ from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
 from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
-from tierfall.ops.memory import HeldMemory, held_by_runs
-from tierfall.ops.reader import RunReader
+from tierfall.ops.reader import HeldMemory, RunReader, held_by_runs
 from tierfall.setup.places import run_folder
 
 UNREAD = "Kept copies were not read; they count as good by their commit records. 'tierfall verify' reads them."

@@ -58,13 +58,20 @@ from tierfall.core.types.units import (
     format_size,
 )
 from tierfall.core.types.values import Shard
-from tierfall.ops.memory import HeldMemory, held_by_runs
-from tierfall.ops.reader import RunReader, find_runs
-from tierfall.ops.watch import LIST_EVERY_S, RankProcess, RunSnapshot, Watcher, find_living_status
+from tierfall.ops.reader import (
+    LIST_EVERY_S,
+    HeldMemory,
+    RankProcess,
+    RunReader,
+    RunSnapshot,
+    Watcher,
+    find_living_status,
+    find_runs,
+    held_by_runs,
+)
 from tierfall.policies.retention import used_metrics
 from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.figures import FIGURES, format_figure, of_run, of_tier
-from tierfall.telemetry.prometheus import MetricsServer
 from tierfall.telemetry.reports import (
     CheckpointInfo,
     describe_peer_survival,
@@ -73,6 +80,7 @@ from tierfall.telemetry.reports import (
 )
 from tierfall.telemetry.status import (
     HANGS_AFTER_S,
+    MetricsServer,
     RunStatus,
     Status,
     TransferStatus,

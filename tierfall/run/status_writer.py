@@ -28,8 +28,8 @@ from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState
-from tierfall.telemetry.event_log import wall_time
 from tierfall.telemetry.figures import Statistics
+from tierfall.telemetry.journal import wall_time
 from tierfall.telemetry.reports import CheckpointInfo, CopyInfo, RestoreReport, ShardSource
 from tierfall.telemetry.status import (
     Status,
