@@ -38,7 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="List, verify and change the checkpoints of a training run, on all its tiers.",
-    epilog="Exit codes: 0 done; 1 failed, or found damage; 2 wrong usage or configuration; 130 interrupted.",
+    epilog="Exit codes: 0 done; 1 failed, or found damage; 2 wrong usage or configuration; 130 interrupted. "
+    "Every option: https://github.com/tierfall/tierfall/blob/main/docs/command-line.md",
 )
 
 
@@ -78,6 +79,10 @@ def _parse_steps_per_hour(text: str) -> float:
 
 _PARSE_SIZE = parser_of(parse_size_with_unit)
 _PARSE_EVERY = _later("tierfall.config.fields", "parse_every")
+_PARSE_DISK = _later("tierfall.cli.init", "parse_disk")
+_PARSE_FAR = _later("tierfall.cli.init", "parse_far")
+_PARSE_PARAMETERS = _later("tierfall.cli.init", "parse_parameters")
+_PARSE_PORT = _later("tierfall.config.fields", "listen_address")
 _PARSE_STEP_TIME = parser_of(parse_duration, 0.001, format_duration)
 _PARSE_FRAME_TIME = parser_of(parse_duration, 0.1, format_duration)
 
@@ -177,27 +182,19 @@ def init(
         _option(
             "--disk",
             "FOLDER",
-            "A folder on a disk of this machine; may be repeated, fastest first. [./checkpoints]",
-            _later("tierfall.cli.init", "parse_disk"),
+            "A folder of this machine; may be repeated. [./checkpoints]",
+            _PARSE_DISK,
         ),
     ] = None,
     far: Annotated[
         str | None,
         _option(
-            "--far",
-            "PLACE",
-            "A place that survives this machine: a network folder, or s3://bucket/prefix. [none]",
-            _later("tierfall.cli.init", "parse_far"),
+            "--far", "PLACE", "A folder or bucket that survives this machine. [none]", _PARSE_FAR
         ),
     ] = None,
     parameters: Annotated[
         int | None,
-        _option(
-            "--parameters",
-            "N",
-            "The model's number of parameters, such as 7B: sets the capacity of host memory. [unknown]",
-            _later("tierfall.cli.init", "parse_parameters"),
-        ),
+        _option("--parameters", "N", "The model's size, such as 7B. [unknown]", _PARSE_PARAMETERS),
     ] = None,
     every: Annotated[
         float | None,
@@ -208,11 +205,7 @@ def init(
     lose: Annotated[
         float | None,
         _option(
-            "--lose",
-            "N",
-            "How much training the loss of this machine may cost, in steps or time: sets how often --far gets a copy. "
-            "[1h, or 10 saves]",
-            _PARSE_EVERY,
+            "--lose", "N", "What the loss of this machine may cost. [1h, or 10 saves]", _PARSE_EVERY
         ),
     ] = None,
     ranks: Annotated[int, _option("--ranks", "N", "How many ranks train.", min=1)] = 1,
@@ -264,47 +257,25 @@ def check(
         ),
     ] = "64MiB",  # type: ignore[assignment]
     image: Annotated[
-        int | None,
-        _option(
-            "--image", "SIZE", "For the forecast: the size of one rank's image: 9GiB.", _PARSE_SIZE
-        ),
+        int | None, _option("--image", "SIZE", "The size of one rank's image: 9GiB.", _PARSE_SIZE)
     ] = None,
     save_every: Annotated[
         float | None,
-        _option(
-            "--save-every",
-            "TIME",
-            "For the forecast: the time between saves: 10m.",
-            _PARSE_STEP_TIME,
-        ),
+        _option("--save-every", "TIME", "The time between saves: 10m.", _PARSE_STEP_TIME),
     ] = None,
     step_time: Annotated[
         float | None,
-        _option(
-            "--step-time",
-            "TIME",
-            "For the forecast, if the file saves every N steps: the time of a step: 2s.",
-            _PARSE_STEP_TIME,
-        ),
+        _option("--step-time", "TIME", "The time of a training step: 2s.", _PARSE_STEP_TIME),
     ] = None,
     steps_per_hour: Annotated[
         float | None,
-        _option(
-            "--steps-per-hour",
-            "N",
-            "For the forecast: training steps in an hour, in place of --step-time.",
-            _parse_steps_per_hour,
-        ),
+        _option("--steps-per-hour", "N", "In place of --step-time.", _parse_steps_per_hour),
     ] = None,
-    ranks: Annotated[
-        int | None, _option("--ranks", "N", "For the forecast: number of ranks.", min=1)
-    ] = None,
-    nodes: Annotated[
-        int | None, _option("--nodes", "N", "For the forecast: number of nodes.", min=1)
-    ] = None,
+    ranks: Annotated[int | None, _option("--ranks", "N", "The number of ranks.", min=1)] = None,
+    nodes: Annotated[int | None, _option("--nodes", "N", "The number of nodes.", min=1)] = None,
 ) -> None:
     """Check the configuration, measure every tier by writing a file there, which is removed again, and forecast
-    whether it keeps up and has room."""
+    whether it keeps up and has room, by the options or the run's own checkpoints."""
 
 
 @_command("copies", "Verify every file of every copy, and repair.")
@@ -322,47 +293,22 @@ def verify(
 @_command("copies", "Write a step as files for other programs.")
 def export(
     step: Annotated[StepName, typer.Argument(metavar="STEP", help=STEP_HELP, parser=parse_step)],
-    to: Annotated[
-        Path,
-        _option(
-            "--to",
-            "PATH",
-            "The folder to write into, created if missing; or a file, by its ending .safetensors or .pt.",
-        ),
-    ],
+    to: Annotated[Path, _option("--to", "PATH", "A folder, or a file .safetensors or .pt.")],
     format: Annotated[
-        ExportFormat | None,
-        typer.Option(
-            "--format",
-            help="safetensors, unless PATH ends in .pt; torch, a file for torch.load; or dcp, for which PATH becomes a "
-            "folder of torch.distributed.checkpoint.",
-        ),
+        ExportFormat | None, typer.Option(help="The form, unless PATH tells it.")
     ] = None,
     only: Annotated[
-        list[str] | None,
-        _option("--only", "PREFIX", "Export only this part, such as model. May be repeated."),
+        list[str] | None, _option("--only", "PREFIX", "This part only; may be repeated.")
     ] = None,
     max_shard: Annotated[
-        int | None,
-        _option(
-            "--max-shard",
-            "SIZE",
-            "safetensors only: files of at most this size, such as 5GB, with an index; PATH must be new or empty.",
-            _PARSE_SIZE,
-        ),
+        int | None, _option("--max-shard", "SIZE", "Files of at most this size: 5GB.", _PARSE_SIZE)
     ] = None,
     dtype: Annotated[
-        ExportDtype | None,
-        typer.Option("--dtype", help="safetensors only: convert floating-point tensors."),
+        ExportDtype | None, typer.Option(help="Convert floating-point tensors.")
     ] = None,
     beside: Annotated[
         list[Path] | None,
-        _option(
-            "--with",
-            "FILE",
-            "safetensors only: copy this file, such as config.json, into PATH, which must be new or empty. May be "
-            "repeated.",
-        ),
+        _option("--with", "FILE", "Copy this file into PATH, too; may be repeated."),
     ] = None,
     tier: TierOption = None,
     force: Annotated[bool, _flag("--force", "Replace an existing file of that name.")] = False,
@@ -376,18 +322,12 @@ def import_(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH",
-            help="A file of torch.save, a Lightning .ckpt, safetensors, or a folder of safetensors or DCP.",
+            metavar="PATH", help="A file of torch.save, Lightning or safetensors, or a folder."
         ),
     ],
     as_step: Annotated[int, _option("--as-step", "N", "The step to save it as.")],
     entry: Annotated[
-        str | None,
-        _option(
-            "--entry",
-            "NAME",
-            "The name in the state of a bare state_dict (model), or of the only part of an export.",
-        ),
+        str | None, _option("--entry", "NAME", "What a bare state_dict is in the state.")
     ] = None,
 ) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers. No code from PATH is run."""
@@ -436,21 +376,8 @@ def untag(tag: TagArgument, steps: StepsArgument) -> None:
 @_command("commands", "Delete steps from every tier, or a whole run.")
 def rm(
     steps: StepsIfAny = None,
-    all: Annotated[
-        bool,
-        _flag(
-            "--all",
-            "Delete the whole run that --run names: every tier, memory and ids. The run's name is read from standard "
-            "input.",
-        ),
-    ] = False,
-    yes: Annotated[
-        bool,
-        _flag(
-            "--yes -y",
-            "Delete the newest step, or one that could not be read, without a confirmation.",
-        ),
-    ] = False,
+    all: Annotated[bool, _flag("--all", "Delete the whole run that --run names.")] = False,
+    yes: Annotated[bool, _flag("--yes -y", "Ask for no confirmation.")] = False,
     even_the_last: Annotated[
         bool, _flag("--even-the-last", "Delete the last step that can be restored.")
     ] = False,
@@ -463,11 +390,7 @@ def rm(
 def forget(
     tier: Annotated[
         str,
-        typer.Argument(
-            metavar="TIER",
-            help="The name of the tier in the configuration.",
-            autocompletion=_tier_names,
-        ),
+        typer.Argument(metavar="TIER", help="The name of the tier.", autocompletion=_tier_names),
     ],
 ) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
@@ -477,19 +400,10 @@ def forget(
 def drain(
     deadline: Annotated[
         float | None,
-        _option(
-            "--deadline",
-            "TIME",
-            "Stop after this time, such as 30s or 10m; the newest copies come first.",
-            parser_of(parse_duration),
-        ),
+        _option("--deadline", "TIME", "Stop after this time: 30s, 10m.", parser_of(parse_duration)),
     ] = None,
-    all: Annotated[
-        bool, _flag("--all", "Every run that has left something in this node's memory.")
-    ] = False,
-    discard: Annotated[
-        bool, _flag("--discard", "Flush nothing: free the memory, once the run's name was typed.")
-    ] = False,
+    all: Annotated[bool, _flag("--all", "Every run with images in this node's memory.")] = False,
+    discard: Annotated[bool, _flag("--discard", "Flush nothing: free the memory.")] = False,
 ) -> None:
     """Flush what a dead trainer left in host memory, then free the memory. With --all no file is needed: each run's
     memory notes its own."""
@@ -505,14 +419,7 @@ def watch(
     ] = "1s",  # type: ignore[assignment]
     once: Annotated[bool, _flag("--once", "Print one frame, and end.")] = False,
     prometheus: Annotated[
-        Any,
-        _option(
-            "--prometheus",
-            "PORT",
-            "Serve /metrics and /healthz of the trainers on this machine at this port or address, and show nothing: "
-            "9109, or 127.0.0.1:9109.",
-            _later("tierfall.config.fields", "listen_address"),
-        ),
+        Any, _option("--prometheus", "PORT", "Serve metrics there, and show nothing.", _PARSE_PORT)
     ] = None,
     metrics: MetricsOption = False,
 ) -> None:
@@ -528,10 +435,7 @@ def schema() -> None:
 def demo(
     folder: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="DIR",
-            help="A new or empty folder to keep everything in. Without it, a temporary one that is removed.",
-        ),
+        typer.Argument(metavar="DIR", help="A new or empty folder to keep everything in."),
     ] = None,
     steps: Annotated[
         int, typer.Option(min=24, help="Steps to train, rounded up to a multiple of 12.")
@@ -540,11 +444,7 @@ def demo(
         bool, _flag("--s3", "Use a bucket of a real S3 server, which the demo starts.")
     ] = False,
     picture: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where to write the timeline as PNG. Without it, DIR/timeline.png or ./tierfall-demo.png.",
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Where to write the timeline as PNG.")
     ] = None,
     as_json: Annotated[
         bool, _flag("--json", "Print one JSON document on stdout, and nothing else.")
