@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -561,34 +561,15 @@ def _same(owner: LockOwner, status: Status) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """The processes of a run at one moment. ``problems`` name what could not be read.
-
-    ``main`` is the slot of the lowest rank, living ones first; None where there is no status.
-    """
+    """The processes of a run at one moment. ``problems`` name what could not be read. ``live`` is the status of the
+    living process of the lowest rank; without one, ``last_status`` is that of the lowest rank."""
 
     wall_time_s: float
     slots: tuple[RankProcess, ...]
+    live: Status | None
+    last_status: Status | None
     events: tuple[dict[str, Any], ...]
     problems: tuple[str, ...]
-
-    @property
-    def main(self) -> RankProcess | None:
-        with_status = [slot for slot in self.slots if slot.status is not None]
-        return min(
-            with_status, key=lambda s: (not s.alive, s.status.rank if s.status else 0), default=None
-        )
-
-    @property
-    def live(self) -> Status | None:
-        """The status of ``main``, if its process is alive."""
-        main = self.main
-        return main.status if main is not None and main.alive else None
-
-    @property
-    def last_status(self) -> Status | None:
-        """The last status of ``main``, if its process has ended."""
-        main = self.main
-        return main.status if main is not None and not main.alive else None
 
     @property
     def owner(self) -> LockOwner | None:
@@ -614,50 +595,49 @@ class Watcher:
         self._conditions = Conditions()
 
     def take_snapshot(self) -> RunSnapshot:
-        problems: list[str] = []
-        slots = tuple(self._slot(number, problems) for number in self._numbers(problems))
-        snapshot = RunSnapshot(wall_time_s=time.time(), slots=slots, events=(), problems=())
-        main = snapshot.main
-        recent = main.status.events if main is not None and main.status is not None else ()
-        return replace(
-            snapshot, events=self._from_log(problems) or recent, problems=tuple(problems)
+        slots, problems = self._slots()
+        living = [slot.status for slot in slots if slot.alive and slot.status is not None]
+        ended = [slot.status for slot in slots if not slot.alive and slot.status is not None]
+        live = min(living, key=lambda status: status.rank, default=None)
+        last = None if live else min(ended, key=lambda status: status.rank, default=None)
+        if self._tail is not None:  # it has older ones than a process keeps
+            try:
+                self._events.extend(self._tail.read())
+            except OSError as error:
+                problems.append(f"the event log could not be read: {error}")
+        shown = live or last
+        return RunSnapshot(
+            wall_time_s=time.time(),
+            slots=slots,
+            live=live,
+            last_status=last,
+            events=tuple(self._events) or (shown.events if shown else ()),
+            problems=tuple(problems),
         )
 
     def living_statuses(self) -> tuple[Status, ...]:
         """Return the statuses of the living processes of this node, by slot; for any thread."""
-        slots = []
-        for number in self._numbers([]):
-            problems: list[str] = []
-            slots.append(self._slot(number, problems))
-            for problem in problems:
-                self._conditions.report(number, logging.WARNING, "%s", problem)
-            if not problems:
-                self._conditions.end(number, "the status in slot %d is read again", number)
+        slots, problems = self._slots()
+        if problems:
+            self._conditions.report("status", logging.WARNING, "%s", "; ".join(problems))
+        else:
+            self._conditions.end(
+                "status", "the statuses of run %s are read again", self._folder.name
+            )
         return tuple(slot.status for slot in slots if slot.alive and slot.status is not None)
 
-    def _numbers(self, problems: list[str]) -> list[int]:
+    def _slots(self) -> tuple[tuple[RankProcess, ...], list[str]]:
+        """Return the slots of this node, and what could not be read of them."""
+        found, problems = [], []
         try:
-            return known_slots(self._folder)
-        except TierfallError as error:
+            for number in known_slots(self._folder):
+                owner = status = None
+                try:
+                    owner = RunLock.owner(self._folder / lock_name(number))
+                    status = read_status(self._folder, number)
+                except TierfallError as error:
+                    problems.append(str(error))
+                found.append(RankProcess(number=number, owner=owner, status=status))
+        except UnreachableError as error:
             problems.append(str(error))
-            return []
-
-    def _slot(self, number: int, problems: list[str]) -> RankProcess:
-        owner: LockOwner | None = None
-        status: Status | None = None
-        try:
-            owner = RunLock.owner(self._folder / lock_name(number))
-            status = read_status(self._folder, number)
-        except TierfallError as error:
-            problems.append(str(error))
-        return RankProcess(number=number, owner=owner, status=status)
-
-    def _from_log(self, problems: list[str]) -> tuple[dict[str, Any], ...]:
-        """Return the last events of the run's log, which has older ones than a process keeps."""
-        if self._tail is None:
-            return ()
-        try:
-            self._events.extend(self._tail.read())
-        except OSError as error:
-            problems.append(f"the event log could not be read: {error}")
-        return tuple(self._events)
+        return tuple(found), problems
