@@ -278,7 +278,7 @@ def check(
     whether it keeps up and has room, by the options or the run's own checkpoints."""
 
 
-@_command("copies", "Verify every file of every copy, and repair.")
+@_command("commands", "Verify every file of every copy, and repair.")
 def verify(
     steps: StepsIfAny = None,
     tier: TierOption = None,
@@ -290,7 +290,7 @@ def verify(
 # Copying ---------------------------------------------------------------------------------------------
 
 
-@_command("copies", "Write a step as files for other programs.")
+@_command("commands", "Write a step as files for other programs.")
 def export(
     step: Annotated[StepName, typer.Argument(metavar="STEP", help=STEP_HELP, parser=parse_step)],
     to: Annotated[Path, _option("--to", "PATH", "A folder, or a file .safetensors or .pt.")],
@@ -317,7 +317,7 @@ def export(
     verified."""
 
 
-@_command("copies", "Save what another program wrote as a step.", name="import")
+@_command("commands", "Save what another program wrote as a step.", name="import")
 def import_(
     path: Annotated[
         Path,
@@ -333,7 +333,7 @@ def import_(
     """Save what another program wrote as a step of the run, on all of its stored tiers. No code from PATH is run."""
 
 
-@_command("copies", "Copy steps to a tier that does not hold them.")
+@_command("commands", "Copy steps to a tier that does not hold them.")
 def copy(
     steps: StepsArgument,
     to: Annotated[str, _option("--to", "TIER", "The tier to copy to.", autocompletion=_tier_names)],

@@ -23,14 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -281,15 +274,8 @@ def describe_new(tier: str, place: str) -> str:
 @contextmanager
 def progress_bar(label: str, *, as_json: bool) -> Iterator[Watch]:
     """Show a progress bar with rate and time left, if a person is watching; give what moves it, from any thread."""
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        transient=True,
-        disable=not watched(as_json),
-    ) as progress:
+    columns = (*Progress.get_default_columns(), TransferSpeedColumn())
+    with Progress(*columns, transient=True, disable=not watched(as_json)) as progress:
         task = progress.add_task(label, total=0)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
