@@ -409,7 +409,7 @@ class RunFacts:
         }
 
     def _info(self, id: CheckpointId, owed: frozenset[str]) -> CheckpointInfo:
-        state = CopyState.ARRIVING if self.owner else "unfinished"
+        state = str(CopyState.ARRIVING) if self.owner else "unfinished"
         begun = {
             listing.tier: CopyInfo(state=state, bytes=listing.unfinished[id])
             for listing in self.listings

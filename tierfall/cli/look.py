@@ -47,7 +47,6 @@ from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
     NotSupportedError,
-    TierfallError,
     UnreachableError,
 )
 from tierfall.core.types.text import members, to_json
@@ -267,9 +266,7 @@ def _show_step(
         for tier in checkpoint.copies
         if tier in reader.stores
     }
-    manifests, problems = manifest_members(reader, checkpoint)
-    for tier, error in problems:
-        answer.problem(with_tier(tier, error))
+    manifests = _manifests(answer, reader, checkpoint)
     info = facts.checkpoints[checkpoint.id]
     answer.show(*_in_full(facts, checkpoint, info, manifests, files))
     document = {
@@ -420,32 +417,28 @@ def _files(
 # Manifests -------------------------------------------------------------------------------------------
 
 
-def manifest_members(
-    reader: RunReader, checkpoint: KnownCheckpoint
-) -> tuple[list[dict[str, Any]], list[tuple[str, TierfallError]]]:
-    """Read each shard's manifest from the fastest copy where it is good, for a document; return also the errors, each
-    with its tier."""
+def _manifests(
+    answer: CommandOutput, reader: RunReader, checkpoint: KnownCheckpoint
+) -> list[dict[str, Any]]:
+    """Read each shard's manifest from the fastest copy where it is good, for a document; report the errors."""
     found: list[dict[str, Any]] = []
-    problems: list[tuple[str, TierfallError]] = []
-    if checkpoint.commit is None:
-        return found, problems
-    size = checkpoint.commit.world_size
+    size = checkpoint.commit.world_size if checkpoint.commit else 0
     opener = reader.opener()
-    for rank in range(size):
-        shard = Shard(rank, size)
+    for shard in [Shard(rank, size) for rank in range(size)]:
         for tier, copy in checkpoint.copies.items():
-            if copy.commit is None:
+            # The record of one node, or of one rank's memory, names only its own shards.
+            if copy.commit is None or (
+                size > 1 and not copy.commit.file(keys.manifest_name(shard))
+            ):
                 continue
-            if size > 1 and copy.commit.file(keys.manifest_name(shard)) is None:
-                continue  # the record of one node, or of one rank's memory, names only its own shards
             try:
                 manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)
                 found.append(_of_manifest(manifest))
             except (IntegrityError, NotSupportedError, BackendError) as error:
-                problems.append((tier, error))
+                answer.problem(with_tier(tier, error))
                 continue
             break
-    return found, problems
+    return found
 
 
 def _of_manifest(manifest: Manifest) -> dict[str, Any]:

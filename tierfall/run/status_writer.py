@@ -269,21 +269,9 @@ class StatusWriter:
 
     def checkpoint_info(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointInfo:
         """Return what the ledger knows of a checkpoint."""
-        host, commit = self._coordinator.ledger.host, entry.commit
+        commit, tiers = entry.commit, self._tier_names()
         of_image = commit.image_bytes if commit else max(entry.bytes.values(), default=0)
-        copies = {
-            tier: CopyInfo(
-                state=entry.states.get(tier)
-                or ("damaged" if tier in entry.repairable else "unreadable"),
-                bytes=(tier == host and entry.image_bytes) or entry.bytes.get(tier, 0),
-                damage=entry.damage.get(tier),
-                fraction=self._fraction(entry, tier)
-                if entry.state(tier) is CopyState.ARRIVING
-                else None,
-            )
-            for tier in self._tier_names()
-            if tier in entry.states or tier in entry.damage
-        }
+        held = [tier for tier in tiers if tier in entry.states or tier in entry.damage]
         return CheckpointInfo(
             step=entry.id.step,
             attempt=entry.id.attempt,
@@ -296,9 +284,19 @@ class StatusWriter:
             deleted=entry.deleted,
             tags=tuple(sorted(entry.tags)),
             metrics=commit.metrics if commit else {},
-            copies=copies,
-            owed=tuple(tier for tier in self._tier_names() if tier in entry.owed),
+            copies={tier: self._copy_info(entry, tier) for tier in held},
+            owed=tuple(tier for tier in tiers if tier in entry.owed),
             set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
+        )
+
+    def _copy_info(self, entry: LedgerEntry, tier: str) -> CopyInfo:
+        not_good = "damaged" if tier in entry.repairable else "unreadable"
+        state, is_host = entry.states.get(tier, not_good), tier == self._coordinator.ledger.host
+        return CopyInfo(
+            state=str(state),
+            bytes=(is_host and entry.image_bytes) or entry.bytes.get(tier, 0),
+            damage=entry.damage.get(tier),
+            fraction=self._fraction(entry, tier) if state == CopyState.ARRIVING else None,
         )
 
     def _tier_names(self) -> list[str]:
