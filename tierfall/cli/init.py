@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -55,38 +55,17 @@ def init(
         refuse(f"init: {file} exists; --force replaces it", Exit.USAGE)
     asking = not yes and not asked.as_json and at_terminal()
 
-    def answer(
-        given: T | None,
-        text: str,
-        default: str,
-        parse: Callable[[str], T],
-        check: Callable[[T], object] = lambda value: None,
-    ) -> T:
-        def read(typed: str) -> T:
-            check(value := parse(typed))
-            return value
-
+    def answer(given: T | None, text: str, default: str, parse: Callable[[str], T]) -> T:
         if given is not None:
             return given
         if not asking:
             return parse(default)
-        answered: T = typer.prompt(text, default=default, value_proc=parser_of(read))
+        answered: T = typer.prompt(text, default=default, value_proc=parser_of(parse))
         return answered
 
-    places = answer(
-        disk,
-        "Folders of this machine's disks, fastest first",
-        DISK,
-        _places,
-        lambda places: _check_parents(places, file.parent),
-    )
-    beyond = answer(
-        far,
-        "What survives this machine (a network folder, or s3://bucket/prefix)",
-        "none",
-        parse_far,
-        lambda place: _check_parents(filter(None, [place]), file.parent),
-    )
+    places = answer(disk, "Folders of this machine's disks, fastest first", DISK, _places)
+    what = "What survives this machine (a network folder, or s3://bucket/prefix)"
+    beyond = answer(far, what, "none", parse_far)
     count = answer(parameters, "Parameters of the model (125M, 7B)", "unknown", parse_parameters)
     often = answer(
         every, "Save every (steps: 100, or a time: 10m)", shown_every(EVERY_S), parse_every
@@ -209,16 +188,6 @@ def _folders(answers: Answers) -> Iterator[str]:
 
 def _at(place: str, base: Path) -> Path:
     return (base / os.path.expanduser(place)).absolute()
-
-
-def _check_parents(places: Iterable[str], base: Path) -> None:
-    """Raise ConfigError for a folder that cannot be created, since the one above it is missing."""
-    for place in places:
-        parent = _at(place, base).parent
-        if not (is_address(place) or parent.is_dir()):
-            raise ConfigError(
-                f"{parent} does not exist: mount it, create it, or name another folder"
-            )
 
 
 def _create_folders(answers: Answers, base: Path) -> Iterator[str]:
