@@ -614,11 +614,7 @@ def _heading(frame: RunView) -> Iterator[Part]:
         yield f"run {frame.status.run}: no trainer is alive on this machine; this is what the tiers hold"
     if (last := snapshot.last_status) is not None:
         yield f"process {last.pid} has ended; its last status, {_ago(snapshot, last)}:"
-        for transfer in last.transfers:
-            share = format_share(transfer.done_bytes / max(1, transfer.bytes))
-            yield f"  {transfer.step}@{transfer.attempt} was being copied to {transfer.tier}: {share}"
-        if not last.transfers:
-            yield "  nothing was being copied"
+        yield _transfer_table(last.transfers) if last.transfers else "nothing was being copied"
 
 
 def _ago(snapshot: RunSnapshot, status: Status) -> str:
