@@ -130,17 +130,28 @@ _OF_ALL = signature(_ask, eval_str=True).parameters
 
 
 def _command(
-    subject: str, short_help: str, *, name: str | None = None, also: tuple[str, ...] = (*_OF_ALL,)
+    subject: str,
+    short_help: str,
+    *,
+    name: str | None = None,
+    also: tuple[str, ...] = (*_OF_ALL,),
+    prints: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add a command. Its arguments, options and help are those of a function, and the options of all commands that
-    ``also`` names. The function of the same name in the module ``subject`` of this folder is called with what is
-    asked by the latter, and with the former by name."""
+    ``also`` names. The function of the same name in the module ``subject`` of this folder is called with the former by
+    name, and with what collects its output, which has the latter and is printed at the end. If it ``prints`` by itself,
+    it is called with the latter."""
 
     def add(declared: Callable[..., None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
             asked = _ask(**{option: given.pop(option) for option in also})
             work = getattr(import_module(f"tierfall.cli.{subject}"), declared.__name__)
-            work(asked, **given)
+            if prints:
+                work(asked, **given)
+                return
+            answer = import_module("tierfall.cli.common").CommandOutput(asked)
+            work(answer, **given)
+            answer.finish()
 
         own = signature(declared, eval_str=True).parameters.values()
         command.__name__, command.__doc__ = declared.__name__, declared.__doc__
@@ -172,7 +183,12 @@ def _prepare(
 # Beginning -------------------------------------------------------------------------------------------
 
 
-@_command("init", "Write a first tiers.yaml, after five questions at most.", also=("as_json",))
+@_command(
+    "init",
+    "Write a first tiers.yaml, after five questions at most.",
+    also=("as_json",),
+    prints=True,
+)
 def init(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="The YAML file to write.", show_default=True)
@@ -412,7 +428,7 @@ def drain(
 # Looking on ------------------------------------------------------------------------------------------
 
 
-@_command("look", "Show tiers, copies and transfers live.")
+@_command("look", "Show tiers, copies and transfers live.", prints=True)
 def watch(
     every: Annotated[
         float, _option("--every", "TIME", "Time between two frames.", _PARSE_FRAME_TIME)
@@ -426,7 +442,7 @@ def watch(
     """Show a run live, until Ctrl-C: tiers, copies, transfers, what a failure would cost, and the last events."""
 
 
-@_command("init", "Print the JSON schema of the YAML file.", also=("as_json",))
+@_command("init", "Print the JSON schema of the YAML file.", also=("as_json",), prints=True)
 def schema() -> None:
     """Print the JSON schema of the YAML file, for editors to complete from."""
 

@@ -25,7 +25,7 @@ from tierfall.cli.common import (
     watched,
     with_tier,
 )
-from tierfall.cli.usage import Asked, Exit, refuse
+from tierfall.cli.usage import Exit, refuse
 from tierfall.config import Config, PeerTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.records import Commit
@@ -50,7 +50,7 @@ from tierfall.telemetry.reports import format_bounds
 
 
 def check(
-    asked: Asked,
+    answer: CommandOutput,
     size: int,
     image: int | None,
     save_every: float | None,
@@ -71,14 +71,13 @@ def check(
         ranks=ranks,
         nodes=nodes,
     )
-    of_all = load_settings_of_all(asked, doing="check")
+    of_all = load_settings_of_all(answer.asked, doing="check")
     settings = seen_by_one(of_all)
     if size > SIZE_MAX_BYTES:
         refuse(f"--size: expected {format_size(SIZE_MAX_BYTES)} at most", Exit.USAGE)
-    answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
-    shown = watched(asked.as_json)
+    shown = watched(answer.as_json)
     console = Console(quiet=not shown, force_terminal=shown)
     with console.status("check", spinner="line") as status:
         tiers = measure(settings, size, lambda name: status.update(f"check: {name}"))
@@ -91,7 +90,6 @@ def check(
     _report_address(answer, of_all)
     _report_steady_state(answer, of_all, tiers, inputs, facts)
     _report_loss_bounds(answer, facts, tiers)
-    answer.finish()
 
 
 def _report_address(answer: CommandOutput, of_all: Config) -> None:

@@ -39,7 +39,7 @@ from tierfall.cli.common import (
     with_tier,
 )
 from tierfall.cli.look import held_members
-from tierfall.cli.usage import Asked, CommandRefused, Exit, StepName, at_terminal, code_of, refuse
+from tierfall.cli.usage import CommandRefused, Exit, StepName, at_terminal, code_of, refuse
 from tierfall.config import Config
 from tierfall.config.sections import OnClose
 from tierfall.core.copies.verify import CheckedCopy
@@ -83,19 +83,19 @@ _DONE = {
 
 
 def rm(
-    asked: Asked, steps: list[StepName] | None, all: bool, yes: bool, even_the_last: bool
+    answer: CommandOutput, steps: list[StepName] | None, all: bool, yes: bool, even_the_last: bool
 ) -> None:
     """Delete steps, or a whole run."""
     if all:
-        _rm_run(asked, steps or [])
+        _rm_run(answer, steps or [])
     elif steps:
-        _change(asked, steps, kind=CommandKind.DELETE, yes=yes, even_the_last=even_the_last)
+        _change(answer, steps, kind=CommandKind.DELETE, yes=yes, even_the_last=even_the_last)
     else:
         refuse("rm: missing argument 'STEP...'; see tierfall rm --help", Exit.USAGE)
 
 
 def _change(
-    asked: Asked,
+    answer: CommandOutput,
     steps: list[StepName],
     *,
     kind: CommandKind,
@@ -108,7 +108,7 @@ def _change(
     verb = "rm" if kind is CommandKind.DELETE else str(kind)
     if kind in (CommandKind.TAG, CommandKind.UNTAG):
         check_tag(tag, what=verb)
-    settings, answer = load_settings(asked, doing=verb), CommandOutput(asked.as_json)
+    settings = load_settings(answer.asked, doing=verb)
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
     found = {c.id: c for name in steps for c in [facts.find(answer, name, doing=verb)]}
@@ -141,7 +141,6 @@ def _change(
         if kind is CommandKind.PIN and result.id in lost:
             answer.problem(f"pin {result.id}: {lost[result.id]}")
     answer.document = document_of(settings.run, documents)
-    answer.finish()
 
 
 pin, unpin, tag, untag = (
@@ -211,12 +210,12 @@ def is_typed(run: str) -> bool:
 # A whole run -----------------------------------------------------------------------------------------
 
 
-def _rm_run(asked: Asked, steps: list[StepName]) -> None:
+def _rm_run(answer: CommandOutput, steps: list[StepName]) -> None:
     """Delete a whole run, after its name was read from standard input."""
-    run = asked.run
+    run = answer.asked.run
     if steps or run is None:
         refuse("rm: --all deletes a whole run: name it by --run, and no STEP", Exit.USAGE)
-    settings, answer = load_settings_of_all(asked, doing="rm"), CommandOutput(asked.as_json)
+    settings = load_settings_of_all(answer.asked, doing="rm")
     check_ownerless(settings, "rm", ": end it first; nothing was deleted")
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
@@ -236,7 +235,7 @@ def _rm_run(asked: Asked, steps: list[StepName]) -> None:
         places = {name: store.place for name, store in reader.stores.items()}
         places[reader.config.host.name] = str(reader.memory_folder)
     facts.warn_if_elsewhere()
-    say = partial(typer.echo, err=asked.as_json)
+    say = partial(typer.echo, err=answer.as_json)
     say(f"all of run {run} is to be deleted:")
     for listing in listings:
         copies = counted(len(listing.copies), "checkpoint", "checkpoints")
@@ -258,16 +257,14 @@ def _rm_run(asked: Asked, steps: list[StepName]) -> None:
     answer.show(f"deleted run {run} on {', '.join(result.deleted)}")
     for tier, error in result.failed.items():
         answer.problem(f"rm: {with_tier(tier, error)}")
-    answer.finish()
 
 
 # prune -----------------------------------------------------------------------------------------------
 
 
-def prune(asked: Asked, dry_run: bool) -> None:
+def prune(answer: CommandOutput, dry_run: bool) -> None:
     """Apply the retention rules now, or print what they decide."""
-    settings = load_settings(asked, doing="" if dry_run else "prune")
-    answer = CommandOutput(asked.as_json)
+    settings = load_settings(answer.asked, doing="" if dry_run else "prune")
     if not dry_run:
         why = " and applies the rules itself after each commit; nothing was changed. --dry-run shows what it will do"
         check_ownerless(settings, "prune", why)
@@ -279,7 +276,7 @@ def prune(asked: Asked, dry_run: bool) -> None:
         pruned = commands.PruneResult(decisions=planned, unread=commands.unread(listings))
     else:
         facts.warn_if_elsewhere()
-        with progress_bar("prune", as_json=asked.as_json) as watch:
+        with progress_bar("prune", as_json=answer.as_json) as watch:
             pruned = commands.prune(settings, watch)
     answer.document = {
         "run": settings.run,
@@ -303,7 +300,6 @@ def prune(asked: Asked, dry_run: bool) -> None:
         answer.problem(f"tier {tier} could not be read, nothing is decided there: {error}")
     for drop in pruned.left:
         answer.problem(f"prune: {drop.checkpoint} is still on {drop.tier}")
-    answer.finish()
 
 
 def _is_dropped(decision: Decision, pruned: commands.PruneResult) -> bool:
@@ -332,10 +328,9 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 # forget ----------------------------------------------------------------------------------------------
 
 
-def forget(asked: Asked, tier: str) -> None:
+def forget(answer: CommandOutput, tier: str) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
-    settings = load_settings_of_all(asked, doing="forget")
-    answer = CommandOutput(asked.as_json)
+    settings = load_settings_of_all(answer.asked, doing="forget")
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
@@ -360,29 +355,27 @@ def forget(asked: Asked, tier: str) -> None:
         answer.show(f"nothing remembers {tier}: an empty folder there counts as a new tier already")
     for name, error in failed.items():
         answer.problem(f"forget {tier}: {with_tier(name, error)}")
-    answer.finish()
 
 
 # drain -----------------------------------------------------------------------------------------------
 
 
-def drain(asked: Asked, deadline: float | None, all: bool, discard: bool) -> None:
+def drain(answer: CommandOutput, deadline: float | None, all: bool, discard: bool) -> None:
     """Flush what a dead trainer left in host memory, then free the memory; of every run, or only free it."""
-    if all and asked.run is not None:
+    if all and answer.asked.run is not None:
         refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
     if discard and deadline is not None:
         refuse("drain: --discard flushes nothing: leave --deadline out", Exit.USAGE)
     if discard:
-        _discard_runs(asked, all)
+        _discard_runs(answer, all)
     elif all:
-        _drain_runs(asked, deadline)
+        _drain_runs(answer, deadline)
     else:
-        _drain_run(asked, deadline)
+        _drain_run(answer, deadline)
 
 
-def _drain_run(asked: Asked, deadline_s: float | None) -> None:
-    settings = load_settings(asked, doing="drain")
-    answer = CommandOutput(asked.as_json)
+def _drain_run(answer: CommandOutput, deadline_s: float | None) -> None:
+    settings = load_settings(answer.asked, doing="drain")
     check_ownerless(settings, "drain", " and flushes its memory itself; nothing was done")
     with RunReader(settings) as reader:
         memory = reader.memory()
@@ -395,7 +388,6 @@ def _drain_run(asked: Asked, deadline_s: float | None) -> None:
         answer.document = _drain(answer, settings, deadline_s)
     else:
         _report_empty(facts, answer)
-    answer.finish()
 
 
 def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) -> dict[str, Any]:
@@ -461,12 +453,11 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.problem(problem)
 
 
-def _drain_runs(asked: Asked, deadline_s: float | None) -> None:
+def _drain_runs(answer: CommandOutput, deadline_s: float | None) -> None:
     """Drain every run that has left images in this node's memory, by the file that its memory notes."""
     began = time.monotonic()
-    answer = CommandOutput(asked.as_json)
     drained: list[dict[str, Any]] = []
-    for held in _left_by_runs(answer, load_settings_if_any(asked, doing="drain")):
+    for held in _left_by_runs(answer, load_settings_if_any(answer.asked, doing="drain")):
         if not (held.checkpoints or held.problems):
             answer.show(f"{held}: no image in host memory")
             continue
@@ -481,20 +472,17 @@ def _drain_runs(asked: Asked, deadline_s: float | None) -> None:
         except TierfallError as error:
             answer.problem(f"{held}: {error}")
     answer.document = {"runs": drained}
-    answer.finish()
 
 
-def _discard_runs(asked: Asked, every_run: bool) -> None:
+def _discard_runs(answer: CommandOutput, every_run: bool) -> None:
     """Free what a dead run holds in this node's memory, or every one, once its name was typed."""
-    answer = CommandOutput(asked.as_json)
     if every_run:
-        found = _left_by_runs(answer, load_settings_if_any(asked, doing="drain"))
+        found = _left_by_runs(answer, load_settings_if_any(answer.asked, doing="drain"))
     else:
-        settings = load_settings(asked, doing="drain")
+        settings = load_settings(answer.asked, doing="drain")
         found = _left_by_runs(answer, settings, only=run_folder(settings, settings.run))
     freed = [held for held in found if _discard(answer, held)]
     answer.document = {"freed": [held_members(held) for held in freed]}
-    answer.finish()
 
 
 def _left_by_runs(
@@ -536,11 +524,12 @@ def _discard(answer: CommandOutput, held: HeldMemory) -> bool:
 _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
 
 
-def verify(asked: Asked, steps: list[StepName] | None, tier: str | None, repair: bool) -> None:
+def verify(
+    answer: CommandOutput, steps: list[StepName] | None, tier: str | None, repair: bool
+) -> None:
     """Verify every file of every copy, or of those of some steps, and repair what is damaged."""
-    settings = load_settings(asked, doing="verify --repair" if repair else "")
+    settings = load_settings(answer.asked, doing="verify --repair" if repair else "")
     check_tier(settings, tier)
-    answer = CommandOutput(asked.as_json)
     if repair:
         why = (
             " and may delete or write copies meanwhile; nothing was checked. Repair once it has ended; until then "
@@ -557,12 +546,11 @@ def verify(asked: Asked, steps: list[StepName] | None, tier: str | None, repair:
         repairer = Repairer(reader, listings) if repair else None
         if repair:
             facts.warn_if_elsewhere()
-        with progress_bar("verify", as_json=asked.as_json) as watch:
+        with progress_bar("verify", as_json=answer.as_json) as watch:
             report = check_run(reader, listings, scope, Progress(watch, total).add, repairer)
         report = replace(report, notes=(*report.notes, *record_damage(settings, listings, report)))
     repairs = None if repairer is None else repairer.repairs
     _answer_verify(answer, settings, report, repairs)
-    answer.finish()
 
 
 def _answer_verify(
@@ -635,15 +623,14 @@ def _verdict(copy: CheckedCopy) -> str:
 # copy ------------------------------------------------------------------------------------------------
 
 
-def copy(asked: Asked, steps: list[StepName], to: str) -> None:
+def copy(answer: CommandOutput, steps: list[StepName], to: str) -> None:
     """Copy steps to a tier that does not hold them, one after the other."""
-    settings = load_settings(asked, doing="copy")
+    settings = load_settings(answer.asked, doing="copy")
     check_tier(settings, to)
     if to == settings.host.name:
         refuse(
             f"copy: {to} is memory, which only the trainer writes; name another tier", Exit.USAGE
         )
-    answer = CommandOutput(asked.as_json)
     why = (
         " and flushes by the rules of the file; nothing was copied. Copy once it has ended, or start it with another "
         "flush: {every: ...} for that tier"
@@ -658,7 +645,7 @@ def copy(asked: Asked, steps: list[StepName], to: str) -> None:
         try:
             with (
                 naming_unread_tiers(answer, facts),
-                progress_bar(f"copy {id}", as_json=asked.as_json) as watch,
+                progress_bar(f"copy {id}", as_json=answer.as_json) as watch,
             ):
                 copied = sync.copy(settings, id, to, watch)
         except CommandRefused as refusal:
@@ -669,7 +656,6 @@ def copy(asked: Asked, steps: list[StepName], to: str) -> None:
         documents.append({"run": settings.run, **members(copied)})
         _report_copy(answer, copied)
     answer.document = document_of(settings.run, documents)
-    answer.finish()
 
 
 def _report_copy(answer: CommandOutput, copied: sync.CopyResult) -> None:
@@ -752,7 +738,7 @@ def naming_unread_tiers(
 
 
 def export(
-    asked: Asked,
+    answer: CommandOutput,
     step: StepName,
     to: Path,
     format: ExportFormat | None,
@@ -774,9 +760,8 @@ def export(
         dtype=None if dtype is None else DTYPES[dtype],
         beside=tuple(path.expanduser() for path in beside or ()),
     )
-    settings = load_settings(asked)
+    settings = load_settings(answer.asked)
     check_tier(settings, tier)
-    answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
         checkpoint = find_certain(answer, facts, step, tier, doing="export")
@@ -784,11 +769,10 @@ def export(
         tiers = [name for name in held if tier in (None, name)]
         with (
             naming_unread_tiers(answer, facts, lambda: _dropped(reader, checkpoint.id, tiers)),
-            progress_bar("export", as_json=asked.as_json) as watch,
+            progress_bar("export", as_json=answer.as_json) as watch,
         ):
             exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch)
     _report_export(answer, settings.run, exported)
-    answer.finish()
 
 
 def _dropped(reader: RunReader, id: CheckpointId, tiers: Sequence[str]) -> str:
@@ -813,20 +797,19 @@ def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> N
 # import --------------------------------------------------------------------------------------------
 
 
-def import_(asked: Asked, path: Path, as_step: int, entry: str | None) -> None:
+def import_(answer: CommandOutput, path: Path, as_step: int, entry: str | None) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers."""
     from tierfall.imports.importer import import_state, read_state
 
-    settings = load_settings(asked, doing="import")
+    settings = load_settings(answer.asked, doing="import")
     if entry is not None and not entry.isidentifier():
         refuse(f"import: --entry {entry!r}: expected a name, such as model", Exit.USAGE)
-    answer = CommandOutput(asked.as_json)
     read = read_state(path.expanduser(), entry)
     why = "; nothing was imported. Import once it has ended, or into another run by --run"
     check_ownerless(settings, "import", why)
     with RunReader(settings) as reader:
         new = reader.list_with_new()[1]
-    with progress_bar("import", as_json=asked.as_json) as watch:
+    with progress_bar("import", as_json=answer.as_json) as watch:
         imported = import_state(settings, read, as_step, watch)
     answer.document = {"run": settings.run, "path": str(path), **members(imported)}
     answer.show(
@@ -842,4 +825,3 @@ def import_(asked: Asked, path: Path, as_step: int, entry: str | None) -> None:
             f"import: {imported.id} is not on {', '.join(imported.left)} yet: the next start of the trainer copies it, "
             f"or tierfall copy {imported.id} --to TIER"
         )
-    answer.finish()

@@ -93,10 +93,14 @@ class CommandOutput:
     """Collects the output of a command, as tables and text or as a document; any problem makes it exit with
     COULD_NOT."""
 
-    as_json: bool
+    asked: Asked
     document: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _shown: list[Part] = field(default_factory=list)
+
+    @property
+    def as_json(self) -> bool:
+        return self.asked.as_json
 
     def show(self, *parts: Part) -> None:
         """Add tables and lines for a person, in order."""

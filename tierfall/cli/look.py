@@ -88,10 +88,9 @@ from tierfall.telemetry.status import (
 # latest and runs -------------------------------------------------------------------------------------
 
 
-def latest(asked: Asked) -> None:
+def latest(answer: CommandOutput) -> None:
     """Print the newest step of which some tier has a good copy."""
-    settings = load_settings(asked)
-    answer = CommandOutput(asked.as_json)
+    settings = load_settings(answer.asked)
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
     answer.note_unread(facts.unread)
@@ -106,14 +105,12 @@ def latest(asked: Asked) -> None:
         "tiers": [t for t, copy in facts.by_id[newest].copies.items() if copy.damage is None],
     }
     answer.show(str(newest))
-    answer.finish()
 
 
-def runs(asked: Asked) -> None:
+def runs(answer: CommandOutput) -> None:
     """List all runs on the tiers, and what runs hold in the memory of this node; without a file, that alone."""
-    answer = CommandOutput(asked.as_json)
     # A folder of several runs needs a name; all are listed.
-    settings = load_settings_if_any(Asked(asked.config, "any", asked.as_json))
+    settings = load_settings_if_any(Asked(answer.asked.config, "any", answer.as_json))
     held: list[HeldMemory] = []
     try:
         held = held_by_runs(settings)
@@ -126,7 +123,6 @@ def runs(asked: Asked) -> None:
         answer.show("nothing of this user is in this node's memory")
     if held:
         answer.show(*_memory_of_node(held, below=settings is not None))
-    answer.finish()
 
 
 def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
@@ -200,10 +196,9 @@ def _describe_run(answer: CommandOutput, settings: Config, run: str) -> dict[str
 LARGEST_SHOWN = 5
 
 
-def ls(asked: Asked, last: int | None, metrics: bool) -> None:
+def ls(answer: CommandOutput, last: int | None, metrics: bool) -> None:
     """List the steps of a run, or the newest ``last`` of them: age, size, and the state on each tier."""
-    settings = load_settings(asked)
-    answer = CommandOutput(asked.as_json)
+    settings = load_settings(answer.asked)
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
         trainer = find_living_status(settings, run=settings.run)
@@ -233,13 +228,11 @@ def ls(asked: Asked, last: int | None, metrics: bool) -> None:
             steps = counted(older, "older step is", "older steps are")
             answer.show(f"{steps} not shown (--last {last})")
         answer.show(*_summary(facts, settings, trainer))
-    answer.finish()
 
 
-def show(asked: Asked, steps: list[StepName]) -> None:
+def show(answer: CommandOutput, steps: list[StepName]) -> None:
     """Show steps in full: lineage, files, copies and why each is kept or deleted."""
-    settings = load_settings(asked)
-    answer = CommandOutput(asked.as_json)
+    settings = load_settings(answer.asked)
     documents: list[dict[str, Any]] = []
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
@@ -254,7 +247,6 @@ def show(asked: Asked, steps: list[StepName]) -> None:
                 answer.show("")
             documents.append(_show_step(answer, reader, facts, checkpoint))
     answer.document = document_of(settings.run, documents)
-    answer.finish()
 
 
 def _show_step(
@@ -717,12 +709,12 @@ def watch(
         )
     watcher = Watcher(settings, run=settings.run)
     if prometheus is not None:
-        _serve(watcher, *prometheus, settings.run, as_json=asked.as_json)
+        _serve(asked, watcher, *prometheus, settings.run)
         return
     names = None if metrics else used_metrics(tier_rules(settings))
     frames = (replace(frame, metrics=names) for frame in _frames(settings, watcher))
     if once:
-        _once(next(frames), as_json=asked.as_json)
+        _once(asked, next(frames))
         return
     try:
         paint = _painter(as_json=asked.as_json)
@@ -733,10 +725,10 @@ def watch(
         return  # Ctrl-C is how a person ends it
 
 
-def _serve(watcher: Watcher, address: str, port: int, run: str, *, as_json: bool) -> None:
+def _serve(asked: Asked, watcher: Watcher, address: str, port: int, run: str) -> None:
     """Serve metrics until Ctrl-C, or until a signal ends the process."""
     server = MetricsServer(address, port, watcher.living_statuses, run=run, where="--prometheus")
-    answer = CommandOutput(as_json, document={"run": run, "address": address, "port": port})
+    answer = CommandOutput(asked, document={"run": run, "address": address, "port": port})
     answer.show(f"run {run}: /metrics and /healthz are served on port {port}; Ctrl-C ends it")
     answer.finish()
     try:
@@ -764,8 +756,8 @@ def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
         yield view_of_facts(settings.run, facts, snapshot)
 
 
-def _once(frame: RunView, *, as_json: bool) -> None:
-    answer = CommandOutput(as_json, document=frame.document)
+def _once(asked: Asked, frame: RunView) -> None:
+    answer = CommandOutput(asked, document=frame.document)
     for problem in frame.problems:
         answer.problem(problem)
     answer.show(*frame.shown())
@@ -784,7 +776,7 @@ def _painter(*, as_json: bool) -> Callable[[RunView], None]:
 
 
 def _print_below(frame: RunView) -> None:
-    answer = CommandOutput(as_json=False)
+    answer = CommandOutput(Asked())
     answer.show(*frame.shown(), *(f"tierfall: {problem}" for problem in frame.problems), "")
     answer.finish()
 

@@ -45,9 +45,9 @@ class Exit(IntEnum):
 class Asked(NamedTuple):
     """The options of all commands: the file, the run in place of that of the file, and the form of the answer."""
 
-    config: str | None
-    run: str | None
-    as_json: bool
+    config: str | None = None
+    run: str | None = None
+    as_json: bool = False
 
 
 # STEP ------------------------------------------------------------------------------------------------
