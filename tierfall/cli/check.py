@@ -41,7 +41,6 @@ from tierfall.core.types.units import (
 from tierfall.core.types.values import Codec, TierKind
 from tierfall.ops.commands import notes_on_metrics
 from tierfall.ops.measure import SIZE_MAX_BYTES, TierMeasurement, measure
-from tierfall.ops.reader import RunReader
 from tierfall.plan.steady import Chain, SteadyTier, Workload, steady_state
 from tierfall.policies.forecast import loss_bounds
 from tierfall.setup.places import seen_by_one
@@ -75,8 +74,7 @@ def check(
     settings = seen_by_one(of_all)
     if size > SIZE_MAX_BYTES:
         refuse(f"--size: expected {format_size(SIZE_MAX_BYTES)} at most", Exit.USAGE)
-    with RunReader(settings) as reader:
-        facts = RunFacts(reader)
+    facts = RunFacts.read(settings)
     shown = watched(answer.as_json)
     console = Console(quiet=not shown, force_terminal=shown)
     with console.status("check", spinner="line") as status:

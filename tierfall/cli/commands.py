@@ -109,8 +109,7 @@ def _change(
     if kind in (CommandKind.TAG, CommandKind.UNTAG):
         check_tag(tag, what=verb)
     settings = load_settings(answer.asked, doing=verb)
-    with RunReader(settings) as reader:
-        facts = RunFacts(reader)
+    facts = RunFacts.read(settings)
     found = {c.id: c for name in steps for c in [facts.find(answer, name, doing=verb)]}
     lost, owner = commands.without_good_copy(facts.known), facts.owner
     if kind is CommandKind.DELETE:
@@ -268,8 +267,7 @@ def prune(answer: CommandOutput, dry_run: bool) -> None:
     if not dry_run:
         why = " and applies the rules itself after each commit; nothing was changed. --dry-run shows what it will do"
         check_ownerless(settings, "prune", why)
-    with RunReader(settings) as reader:
-        facts = RunFacts(reader)
+    facts = RunFacts.read(settings)
     listings = facts.listings
     if dry_run or not any(x.copies for x in listings):  # opening for writing creates folders
         planned = commands.plan_prune(settings, listings)
@@ -636,8 +634,7 @@ def copy(answer: CommandOutput, steps: list[StepName], to: str) -> None:
         "flush: {every: ...} for that tier"
     )
     check_ownerless(settings, "copy", why)
-    with RunReader(settings) as reader:
-        facts = RunFacts(reader)
+    facts = RunFacts.read(settings)
     found = [find_certain(answer, facts, name, None, doing="copy").id for name in steps]
     facts.warn_if_elsewhere()
     documents = []

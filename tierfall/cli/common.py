@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress, TransferSpeedColumn
@@ -369,6 +369,11 @@ class RunFacts:
         self.known = merge(self.listings)
         self.by_id = {c.id: c for c in self.known}
         self.unread = unread(self.listings)
+
+    @classmethod
+    def read(cls, settings: Config) -> Self:
+        with RunReader(settings) as reader:
+            return cls(reader)
 
     @cached_property
     def newest(self) -> CheckpointId | None:

@@ -83,6 +83,7 @@ from tierfall.telemetry.status import (
     RunStatus,
     Status,
     TransferStatus,
+    age_of,
 )
 
 # latest and runs -------------------------------------------------------------------------------------
@@ -91,8 +92,7 @@ from tierfall.telemetry.status import (
 def latest(answer: CommandOutput) -> None:
     """Print the newest step of which some tier has a good copy."""
     settings = load_settings(answer.asked)
-    with RunReader(settings) as reader:
-        facts = RunFacts(reader)
+    facts = RunFacts.read(settings)
     answer.note_unread(facts.unread)
     facts.note_newer(answer, newest := facts.newest)
     if newest is None:
@@ -176,8 +176,7 @@ def held_members(held: HeldMemory) -> dict[str, Any]:
 
 
 def _describe_run(answer: CommandOutput, settings: Config, run: str) -> dict[str, Any]:
-    with RunReader(settings.model_copy(update={"run": run})) as reader:
-        facts = RunFacts(reader)
+    facts = RunFacts.read(settings.model_copy(update={"run": run}))
     answer.note_unread(facts.unread)
     held = [listing for listing in facts.listings if listing.copies]
     return {
@@ -490,7 +489,7 @@ class RunView:
             "run": status.run,
             "wall_time_s": self.snapshot.wall_time_s,
             "owner": owner_members(self.snapshot.owner),
-            "slots": [_slot_members(self.snapshot, slot) for slot in self.snapshot.slots],
+            "slots": [_slot_members(slot) for slot in self.snapshot.slots],
             "tiers": [
                 {"name": tier, "kind": kind, **to_json(of_tier(found, tier))}
                 for tier, kind in status.tiers.items()
@@ -571,14 +570,14 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
 # For programs ----------------------------------------------------------------------------------------
 
 
-def _slot_members(snapshot: RunSnapshot, slot: RankProcess) -> dict[str, Any]:
+def _slot_members(slot: RankProcess) -> dict[str, Any]:
     status = slot.status
     return {
         "slot": slot.number,
         "alive": slot.alive,
         "owner": owner_members(slot.owner),
         **members(status, "rank", "world_size", "attempt", "pid", "node"),
-        "age_s": snapshot.age_s(status) if status else None,
+        "age_s": age_of(status) if status else None,
         **members(status, "failure"),
         **members(status and status.statistics, "lost_events"),
         "transfers": [t.model_dump(mode="json") for t in status.transfers] if status else [],
@@ -597,7 +596,7 @@ def _heading(frame: RunView) -> Iterator[Part]:
         )
         if live.failure:
             yield Text(f"it has stopped flushing: {live.failure}", style="red")
-        elif (age_s := snapshot.age_s(live)) > HANGS_AFTER_S:
+        elif (age_s := age_of(live)) > HANGS_AFTER_S:
             yield Text(f"its status is {format_duration(age_s)} old: it may hang", style="yellow")
         return
     if snapshot.owner is not None:
@@ -605,12 +604,12 @@ def _heading(frame: RunView) -> Iterator[Part]:
     else:
         yield f"run {frame.status.run}: no trainer is alive on this machine; this is what the tiers hold"
     if (last := snapshot.last_status) is not None:
-        yield f"process {last.pid} has ended; its last status, {_ago(snapshot, last)}:"
+        yield f"process {last.pid} has ended; its last status, {_ago(last)}:"
         yield _transfer_table(last.transfers) if last.transfers else "nothing was being copied"
 
 
-def _ago(snapshot: RunSnapshot, status: Status) -> str:
-    return f"{format_duration(round(snapshot.age_s(status)))} ago"
+def _ago(status: Status) -> str:
+    return f"{format_duration(round(age_of(status)))} ago"
 
 
 def _tier_table(status: RunStatus) -> Table:
@@ -668,7 +667,7 @@ def _slot_table(snapshot: RunSnapshot) -> Table:
             str(slot.number),
             str(status.rank),
             str(status.pid) if slot.alive else f"{status.pid} (gone)",
-            _ago(snapshot, status),
+            _ago(status),
             format_size(status.statistics.used_bytes.get(next(iter(status.tiers)), 0)),
             ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
         )
@@ -751,8 +750,7 @@ def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
             yield view_of_status(live, snapshot)
             continue
         if facts is None or snapshot.wall_time_s >= facts.wall_time_s + LIST_EVERY_S:
-            with RunReader(settings) as reader:
-                facts = RunFacts(reader)
+            facts = RunFacts.read(settings)
         yield view_of_facts(settings.run, facts, snapshot)
 
 

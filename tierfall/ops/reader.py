@@ -575,9 +575,6 @@ class RunSnapshot:
     def owner(self) -> LockOwner | None:
         return next((slot.owner for slot in self.slots if slot.owner is not None), None)
 
-    def age_s(self, status: Status) -> float:
-        return max(0.0, self.wall_time_s - status.wall_time_s)
-
 
 def find_living_status(config: Config, *, run: str) -> Status | None:
     """Return the status of a living trainer on this node; None where there is none, or it could not be read."""
