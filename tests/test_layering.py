@@ -78,7 +78,7 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_112,
     ("tierfall/ops",): 3_228,
     ("tierfall/telemetry",): 1_757,
-    ("tierfall/cli",): 3_710,
+    ("tierfall/cli",): 3_699,
     ("tierfall/integrations",): 3_059,
     ("tierfall/imports", "tierfall/export"): 2_821,
     ("tierfall/plan",): 177,

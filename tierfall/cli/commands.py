@@ -53,7 +53,6 @@ from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 from tierfall.core.types.view import Decision, Verdict
-from tierfall.export.export import ExportResult
 from tierfall.export.export import export as export_checkpoint
 from tierfall.export.output import DTYPES, ExportOptions, format_of
 from tierfall.ops import commands, sync
@@ -651,22 +650,16 @@ def copy(answer: CommandOutput, steps: list[StepName], to: str) -> None:
             answer.problems = refusal.problems
             continue
         documents.append({"run": settings.run, **members(copied)})
-        _report_copy(answer, copied)
+        size = format_size(copied.bytes)
+        if copied.already:
+            answer.show(f"{to} holds {id} already, and it is good ({size} read)")
+        else:
+            sources = ", ".join(copied.sources)
+            answer.show(f"copied {id} from {sources} to {to}, which did not hold it ({size})")
+        if copied.decided:
+            answer.show(f"decided by the lists of other tiers: {', '.join(copied.decided)}")
+        answer.show(*(f"note: {note}" for note in copied.notes))
     answer.document = document_of(settings.run, documents)
-
-
-def _report_copy(answer: CommandOutput, copied: sync.CopyResult) -> None:
-    size = format_size(copied.bytes)
-    if copied.already:
-        answer.show(f"{copied.tier} holds {copied.id} already, and it is good ({size} read)")
-    else:
-        sources = ", ".join(copied.sources)
-        answer.show(
-            f"copied {copied.id} from {sources} to {copied.tier}, which did not hold it ({size})"
-        )
-    if copied.decided:
-        answer.show(f"decided by the lists of other tiers: {', '.join(copied.decided)}")
-    answer.show(*(f"note: {note}" for note in copied.notes))
 
 
 # Tiers that could not be read ----------------------------------------------------------------------
@@ -769,7 +762,14 @@ def export(
             progress_bar("export", as_json=answer.as_json) as watch,
         ):
             exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch)
-    _report_export(answer, settings.run, exported)
+    answer.document = {"run": settings.run, **members(exported)}
+    tensors = counted(exported.tensors, "tensor", "tensors")
+    answer.show(
+        f"exported {exported.id} from {', '.join(exported.sources)} to {exported.path}: {tensors}, "
+        f"{format_size(exported.bytes)}",
+        *(f"skipped: {f.what}: {f.reason}" for f in exported.fallbacks),
+        *(f"note: {note}" for note in exported.notes),
+    )
 
 
 def _dropped(reader: RunReader, id: CheckpointId, tiers: Sequence[str]) -> str:
@@ -778,17 +778,6 @@ def _dropped(reader: RunReader, id: CheckpointId, tiers: Sequence[str]) -> str:
     if any(listing.error is not None or listing.copy(id) is not None for listing in again):
         return ""
     return f"export: {id} was deleted while it was read"
-
-
-def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> None:
-    answer.document = {"run": run, **members(exported)}
-    tensors = counted(exported.tensors, "tensor", "tensors")
-    answer.show(
-        f"exported {exported.id} from {', '.join(exported.sources)} to {exported.path}: {tensors}, "
-        f"{format_size(exported.bytes)}"
-    )
-    answer.show(*(f"skipped: {f.what}: {f.reason}" for f in exported.fallbacks))
-    answer.show(*(f"note: {note}" for note in exported.notes))
 
 
 # import --------------------------------------------------------------------------------------------
