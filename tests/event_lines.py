@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from tierfall.telemetry.event_log import LogTail
+from tierfall.telemetry.journal import LogTail
 
 
 def last_events(path: Path, count: int) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from tierfall.telemetry.figures import FIGURES, Statistics
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "json.md"
 _ROW = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| [^|]+ \|$", re.MULTILINE)
-_BASE = re.compile(r"^The fields of a \[.*\]\(#(.*)\), and:$", re.MULTILINE)
+_BASE = re.compile(r"^The fields of a \[.*\]\(#(.*)\), and\b.*:$", re.MULTILINE)
 _FIGURES = re.compile(r"^The figures of a (tier|run)\b", re.MULTILINE)
 _ENVELOPE = "every-document"
 _TYPES: dict[str, tuple[type, ...]] = {

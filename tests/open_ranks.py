@@ -65,7 +65,7 @@ def close_all(checkpointers: Sequence[Checkpointer]) -> None:
 def wait_sealed(checkpointers: Sequence[Checkpointer]) -> None:
     """Wait until each rank knows that all have the newest step in memory."""
     wait_until(
-        lambda: all(c.checkpoints()[-1].tiers.get("host") == "sealed" for c in checkpointers),
+        lambda: all(c.checkpoints()[-1].on("host") == "sealed" for c in checkpointers),
         "all ranks have sealed it",
         SOON_S,
     )

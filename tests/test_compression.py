@@ -14,7 +14,6 @@ import torch
 import tierfall
 from tierfall.config import load_config
 from tierfall.core.types.errors import RestoreError
-from tierfall.core.types.values import CopyState
 from tierfall.ops.commands import forget
 
 Make = Callable[..., Any]
@@ -75,7 +74,7 @@ def test_a_tier_that_was_lost_is_filled_from_one_that_packs_otherwise(
         report = ckpt.drain()
         assert report.left == ()
         (info,) = ckpt.checkpoints()
-        assert info.tiers["two"] is CopyState.COMMITTED
+        assert info.copies["two"].state == "committed"
     shutil.rmtree(tmp_path / "one")
     assert same(tierfall.load(tmp_path / "two"), state)
 

@@ -34,7 +34,11 @@ def save_steps(config: dict[str, Any], *steps: int) -> None:
 def told(ckpt: Any, step: int) -> tuple[dict[str, str], dict[str, str]]:
     """Return where a trainer says that a step is, and what it says is damaged."""
     (info,) = [info for info in ckpt.checkpoints() if info.step == step]
-    return {tier: str(state) for tier, state in info.tiers.items()}, info.damage
+    copies = info.copies.items()
+    return (
+        {tier: copy.state for tier, copy in copies if not copy.damage},
+        {tier: copy.damage for tier, copy in copies if copy.damage},
+    )
 
 
 @pytest.mark.parametrize(("how", "compress"), [("purged", None), ("truncated", "zstd")])

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tierfall.telemetry.figures import FIGURES
-from tierfall.telemetry.prometheus import StatusCollector
+from tierfall.telemetry.status import StatusCollector
 
 pytest.importorskip("prometheus_client")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

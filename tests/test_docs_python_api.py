@@ -55,6 +55,7 @@ SIGNATURES: dict[str, Callable[..., Any]] = {
 THE_SAME = {"maybe_save": "save", "unpin": "pin", "untag": "tag"}
 REPORTS = (
     tierfall.CheckpointInfo,
+    tierfall.CopyInfo,
     tierfall.DrainReport,
     tierfall.DrainForecast,
     tierfall.LossBound,

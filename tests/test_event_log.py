@@ -18,9 +18,8 @@ from tests.steps import wait_until
 from tierfall.core.types import events
 from tierfall.core.types.events import Event
 from tierfall.core.types.values import CheckpointId
-from tierfall.telemetry import event_log, journal
-from tierfall.telemetry.event_log import LogFile, LogTail, older_half
-from tierfall.telemetry.journal import Subscriber
+from tierfall.telemetry import journal
+from tierfall.telemetry.journal import LogFile, LogTail, Subscriber, older_half
 
 MAX_BYTES = 64 << 10
 
@@ -45,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def impatient_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "wall_time", lambda at_s: at_s + 1000)
-    monkeypatch.setattr(event_log, "FIRST_RETRY_S", 0.005)
+    monkeypatch.setattr(journal, "FIRST_RETRY_S", 0.005)
 
 
 class Log(Subscriber):
@@ -171,7 +170,7 @@ class Disk:
         self.goes_on = threading.Event()
         self.goes_on.set()
         self._write = os.write
-        patch.setattr(event_log.os, "write", self.write)
+        patch.setattr(journal.os, "write", self.write)
 
     def write(self, fd: int, data: bytes) -> int:
         self.goes_on.wait(30)

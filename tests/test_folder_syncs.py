@@ -107,7 +107,7 @@ def test_what_cannot_be_synced_is_no_reason_to_drop_another_and_is_restored_all_
         ckpt.drain()
         assert steps_on(tmp_path / "disk") == [1, 2], "the older one is the newest that is durable"
         (newest,) = (c for c in ckpt.checkpoints() if c.step == 2)
-        assert "may not survive a power cut" in newest.damage["disk"]
+        assert "may not survive a power cut" in newest.copies["disk"].damage
         state = blank()
         restored = ckpt.restore(state)
         assert restored is not None
@@ -127,9 +127,8 @@ def test_memory_keeps_an_image_whose_record_on_disk_may_be_lost(
     folders.failing[1] = 1
     with tierfall.open(config) as ckpt:
         (found,) = ckpt.checkpoints()
-        assert "host" in found.tiers
-        assert found.damage
+        assert "host" in found.copies
+        assert any(copy.damage for copy in found.copies.values())
     with tierfall.open(config) as ckpt:
         (found,) = ckpt.checkpoints()
-        assert not found.damage
-        assert "disk" in found.tiers
+        assert found.copies["disk"].damage is None

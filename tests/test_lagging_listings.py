@@ -67,7 +67,9 @@ def test_what_no_listing_shows_is_restored_and_nothing_is_deleted(
         report = ckpt.restore(state)
         assert report is not None
         assert (step_in(state), report.fallbacks) == (3, ())
-        assert all(info.damage == {} for info in ckpt.checkpoints())
+        copies = [copy for info in ckpt.checkpoints() for copy in info.copies.values()]
+        assert copies
+        assert all(copy.damage is None for copy in copies)
         ckpt.save(4, state_of(4), block=True)
         if not hidden[0].endswith("rank"):  # else the checkpoints are listed
             ckpt.drain(10.0)

@@ -320,7 +320,7 @@ def test_a_flush_in_an_order_of_ones_own_goes_by_it_and_on_where_it_fails(tmp_pa
     with tierfall.open(config) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, {"w": torch.zeros(8)}, block=True)
-        assert [c.step for c in ckpt.checkpoints() if "disk" in c.tiers] == [1, 2, 3]
+        assert [c.step for c in ckpt.checkpoints() if "disk" in c.copies] == [1, 2, 3]
     assert asked[0] == [1]
     assert len(asked) > 2
 

@@ -81,7 +81,7 @@ def test_a_start_with_fewer_ranks_saves_at_once_and_to_every_tier(
         assert ckpt.maybe_save(2, state) is not None, "as no rank flushes what another has saved"
         assert ckpt.maybe_save(3, state) is None
         assert ckpt.drain(SOON_S).left == ()
-        found = {c.step: sorted(c.tiers) for c in ckpt.checkpoints()}
+        found = {c.step: sorted(c.copies) for c in ckpt.checkpoints()}
         assert found == {2: ["far", "host", "nvme"]}
     assert not list(tmp_path.glob("0/memory/run/*/*.image")), "what was found is let go"
 

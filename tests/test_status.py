@@ -17,7 +17,7 @@ import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.rank_kit import config_of
 from tests.steps import memory_of, state_of, wait_until
-from tierfall.ops.watch import Watcher
+from tierfall.ops.reader import Watcher
 from tierfall.run import status_writer
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.telemetry import status

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tierfall.telemetry.reports import (
         CadenceReport,
         CheckpointInfo,
+        CopyInfo,
         DrainForecast,
         DrainReport,
         RestoreReport,
@@ -41,6 +42,7 @@ __all__ = [
     "Checkpointer",
     "Compression",
     "Config",
+    "CopyInfo",
     "DrainForecast",
     "DrainReport",
     "Fallback",

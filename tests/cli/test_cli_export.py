@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cli_kit import Cli, Trainer, flip
 
-from tierfall.cli import copies
+from tierfall.cli import commands
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -45,14 +45,14 @@ def test_a_step_that_is_dropped_while_it_is_exported_is_not_called_damaged(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: tuple[str, ...]
 ) -> None:
     """The commit record is the first to go. An image that is missing beside it is damage."""
-    real = copies.export_checkpoint
+    real = commands.export_checkpoint
 
     def drop_first(*words: Any) -> Any:
         for name in gone:
             (tmp_path / "disk/run/step-00000001-a0001" / name).unlink()
         return real(*words)
 
-    monkeypatch.setattr(copies, "export_checkpoint", drop_first)
+    monkeypatch.setattr(commands, "export_checkpoint", drop_first)
     err = cli("export", "1", "--to", str(tmp_path / "out"), code=1).err
     if len(gone) == 2:
         assert err == "tierfall: export: 1@1 was deleted while it was read\n"

@@ -47,17 +47,17 @@ def test_at_a_terminal_five_questions_at_most_and_enter_takes_the_default(
     assert [tier.name for tier in written().chain] == ["host", "disk"]
 
 
-def test_a_number_without_its_unit_and_a_folder_that_is_not_there_are_asked_again(
+def test_a_number_without_its_unit_is_asked_again_and_a_folder_that_is_not_there_is_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines = ("/nowhere/a", "./a,/nowhere/b", "./a", "/nowhere/far", "none", "7", "9999", "7M", "")
+    lines = ("./a,/nowhere/b", "none", "7", "9999", "7M", "")
     questions, out = asked(monkeypatch, *lines)
     assert len(questions) == len(lines)
-    assert [tier.name for tier in written().stored] == ["disk"]
+    assert [tier.name for tier in written().stored] == ["disk1", "disk2"]
     assert "# 7,000,000 parameters" in Path("tiers.yaml").read_text()
     again = re.findall(r"^Error: (\S+ or \S+\?)", out, re.MULTILINE)
     assert again == ["7 or 7B?", "9999 or 9999B?"]
-    assert out.count("/nowhere does not exist: mount it, create it") == 3
+    assert "note: /nowhere does not exist: mount it, or create it" in out
 
 
 def test_what_a_note_advises_can_be_done(tmp_path: Path) -> None:

@@ -102,9 +102,10 @@ def test_the_page_has_what_the_commands_that_look_print(cli: Cli, tmp_path: Path
         ("prune", "notes"),
         ("verify", "unread"),
         ("repair", "file"),
+        ("copy-of-a-checkpoint", "fraction"),
     }
     looked = ("ls", "latest", "runs", "check", "verify", "prune", "manifest", "tensor", "id")
-    assert page.unseen(*looked, "copy-of-ls", "repair") <= rare
+    assert page.unseen(*looked, "copy-of-a-checkpoint", "repair") <= rare
 
 
 def test_the_page_has_what_the_commands_that_change_print(cli: Cli, tmp_path: Path) -> None:
@@ -152,6 +153,7 @@ def test_the_page_has_what_is_printed_beside_a_trainer_and_after_its_death(
     rare = {("watch", "peer_survival"), ("slot", "failure")}
     rare |= {("loss", "restore_s"), ("loss", "seconds_lost")}
     assert page.unseen("watch", "transfer", "slot", "owner", "loss") <= rare
+    assert ("copy-of-a-checkpoint", "fraction") in page.seen
 
 
 @pytest.mark.parametrize("words", LOOKS)

@@ -39,7 +39,7 @@ def test_a_run_of_one_node_leaves_the_tier_out(
     caplog.set_level("INFO", "tierfall")
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1), block=True)
-        assert [*ckpt.checkpoints()[0].tiers] == ["host", "disk"]
+        assert [*ckpt.checkpoints()[0].copies] == ["host", "disk"]
         ckpt.write_pointer(tmp_path / "pointer", 1)
     assert "open: there is one node, so tier peers is left out" in caplog.messages
     assert not (tmp_path / "peers").exists()

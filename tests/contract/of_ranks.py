@@ -99,7 +99,7 @@ def go_on(
                 handle = ckpt.save(step, own(rank, step))
                 for tier in wait or ("host",):
                     handle.captured(30) if tier == "host" else handle.wait(tier, 30)
-            found["known"] = [[c.step, c.attempt, sorted(c.tiers)] for c in ckpt.checkpoints()]
+            found["known"] = [[c.step, c.attempt, sorted(c.copies)] for c in ckpt.checkpoints()]
             survival = ckpt.statistics().peer_survival
             found["survives"] = None if survival is None else asdict(survival)
             return found
@@ -114,7 +114,7 @@ def stay(rank: int, folder: str, steps: Sequence[int], wait: str = "", **words: 
     for step in steps:
         held["handle"] = ckpt.save(step, own(rank, step))
         held["handle"].wait(wait, 30) if wait else held["handle"].captured(30)
-    while not all(any(c.step == s and c.tiers for c in ckpt.checkpoints()) for s in steps):
+    while not all(any(c.step == s and c.copies for c in ckpt.checkpoints()) for s in steps):
         time.sleep(0.01)
 
 
@@ -238,7 +238,7 @@ def commands(rank: int, folder: str) -> dict[str, Any]:
 
         def note(what: str) -> None:
             found = ckpt.checkpoints()
-            stored = [[c.step, c.pinned, sorted({*c.tiers} - {"host"})] for c in found]
+            stored = [[c.step, c.pinned, sorted({*c.copies} - {"host"})] for c in found]
             known[what] = [one for one in stored if one[2]]
 
         ckpt.save(1, own(rank, 1), block=True)

@@ -63,7 +63,7 @@ def test_what_dcp_saves_is_a_checkpoint_like_any_other(
         writer = TierWriter(ckpt, step=1, until="disk", metrics={"loss": 0.5}, tags=["first"])
         dcp.save(state, storage_writer=writer, planner=planner and planner())
         (info,) = ckpt.checkpoints()
-        assert (info.step, info.tiers["disk"]) == (1, "committed")
+        assert (info.step, info.copies["disk"].state) == (1, "committed")
         assert (info.metrics, info.tags) == ({"loss": 0.5}, ("first",))
         loaded = emptied(state)
         dcp.load(loaded, storage_reader=TierReader(ckpt))
@@ -103,7 +103,7 @@ def test_a_save_is_done_once_memory_has_it_or_the_tier_that_until_names(place: P
     place.config(disk={"flush": {"every": 100}}, far={})
     with place.open() as ckpt:
         dcp.save({"n": 1}, storage_writer=TierWriter(ckpt, step=1))
-        assert "disk" not in ckpt.checkpoints()[0].tiers
+        assert "disk" not in ckpt.checkpoints()[0].copies
         dcp.save({"n": 2}, storage_writer=TierWriter(ckpt, step=2, until="far"))
         assert [folder.name[:13] for folder in place.folders("far")][-1] == "step-00000002"
         with pytest.raises(ConfigError, match="host, disk, far"):

@@ -164,8 +164,8 @@ def test_memory_evicts_only_what_no_tier_needs_any_more(place: Place) -> None:
             ckpt.save(step, state_of(step))
         assert ckpt.drain().left == ()
         assert ckpt.statistics().skipped_saves == 0
-        assert "host" in ckpt.checkpoints()[-1].tiers
-        assert "host" not in ckpt.checkpoints()[0].tiers
+        assert "host" in ckpt.checkpoints()[-1].copies
+        assert "host" not in ckpt.checkpoints()[0].copies
     assert place.steps("disk") == place.steps("pfs") == list(range(1, 11))
 
 

@@ -271,7 +271,7 @@ def test_a_step_that_is_damaged_everywhere_gives_way_to_an_older_one(
             ckpt.restore(blank(), step=2)
         ckpt.restore(blank())
         (info,) = [info for info in ckpt.checkpoints() if info.step == 2]
-        assert info.damage["disk"]
+        assert info.copies["disk"].damage
     shutil.rmtree(folder_of(pair, 1))
     with pair.open() as ckpt, pytest.raises(RestoreError, match="2@1"):
         ckpt.restore(blank())

@@ -354,7 +354,10 @@ def test_a_purge_of_the_newest_is_found_before_older_ones_go(place: Place) -> No
         (place.folders()[1] / "rank-00000-of-00001.safetensors").unlink()
         ckpt.save(3, state_of(3), block=True)
         ckpt.drain()
-        wait_until(lambda: bool(ckpt.checkpoints()[1].damage), "it counts as damaged")
+        wait_until(
+            lambda: any(copy.damage for copy in ckpt.checkpoints()[1].copies.values()),
+            "it counts as damaged",
+        )
         assert step_in(tierfall.load(place.folders()[0])) == 1
 
 

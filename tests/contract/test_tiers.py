@@ -403,7 +403,7 @@ def test_a_tier_of_an_fsspec_protocol_keeps_retains_and_restores(place: Place) -
             report = ckpt.restore(state, tier=tier)
             assert report is not None
             assert step_in(state) == 3
-        assert [sorted(c.tiers) for c in ckpt.checkpoints()] == [
+        assert [sorted(c.copies) for c in ckpt.checkpoints()] == [
             ["other"],
             ["other", "store"],
             ["other", "store"],
@@ -422,7 +422,7 @@ def test_an_address_alone_and_a_folder_alone_are_a_whole_chain(
         place.yaml.write_text(json.dumps({"run": f"contract-{os.getpid()}", "tiers": where}))
         with place.open() as ckpt:
             assert ckpt.save(1, state_of(1), block=True).tiers == (name,)
-            assert set(ckpt.checkpoints()[0].tiers) == {"host", name}
+            assert set(ckpt.checkpoints()[0].copies) == {"host", name}
 
 
 def test_an_address_that_is_none_is_refused_with_what_to_write(place: Place) -> None:

@@ -59,7 +59,7 @@ def train(
         if how == "process":  # nothing has waited for the last tier
             ckpt.drain()
         lazy = ckpt.statistics().lazy_saves
-        tiers = [[c.step, sorted(c.tiers)] for c in ckpt.checkpoints()]
+        tiers = [[c.step, sorted(c.copies)] for c in ckpt.checkpoints()]
     digest = _digest(model, optimizer)
     if dist.is_initialized():
         dist.destroy_process_group()

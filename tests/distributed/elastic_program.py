@@ -53,7 +53,7 @@ def stop_flushes() -> None:
 
 def wait_whole(ckpt: tierfall.Checkpointer, step: int) -> None:
     """Wait until all ranks have sealed a step."""
-    while not any(c.step == step and c.tiers.get("host") == "sealed" for c in ckpt.checkpoints()):
+    while not any(c.step == step and c.on("host") == "sealed" for c in ckpt.checkpoints()):
         time.sleep(0.01)
 
 
@@ -110,7 +110,7 @@ def go_on(
             handle.wait("nvme", 30)
             handle.wait("pfs", 30)
         known = ckpt.checkpoints()
-        return {**found, "known": [[c.step, c.attempt, sorted(c.tiers)] for c in known]}
+        return {**found, "known": [[c.step, c.attempt, sorted(c.copies)] for c in known]}
 
 
 def stay_whole(folder: str, parts: int, step: int, **changes: Any) -> Any:

@@ -217,7 +217,7 @@ def outlast(folder: str, **changes: Any) -> dict[str, Any]:
             wait_until(handle.exception)
             behind.touch()
         why = str(handle.exception())
-        wait_until(lambda: any(c.step == 3 and "peers" in c.tiers for c in ckpt.checkpoints()))
+        wait_until(lambda: any(c.step == 3 and "peers" in c.copies for c in ckpt.checkpoints()))
     return {"blocked_s": blocked_s, "why": why}
 
 
@@ -253,7 +253,7 @@ def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str
             with suppress(FlushError):  # what peer memory lacks may be found later
                 handle.wait("peers", 30)
             why = why or str(handle.exception() or "")
-        stored = [c.step for c in ckpt.checkpoints() if "pfs" in c.tiers]
+        stored = [c.step for c in ckpt.checkpoints() if "pfs" in c.copies]
     return {"why": why, "stored": stored}
 
 

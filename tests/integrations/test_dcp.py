@@ -82,7 +82,7 @@ def test_what_is_opened_stays_on_its_tier_until_it_was_read(make_config: MakeCon
                 dcp.save(large(step), storage_writer=TierWriter(ckpt, step=step, until="disk"))
             ckpt.prune()
             assert on_disk(ckpt) == [1, 4]
-            assert 1 not in [c.step for c in ckpt.checkpoints() if "host" in c.tiers]
+            assert 1 not in [c.step for c in ckpt.checkpoints() if "host" in c.copies]
 
     config = make_config(disk={"retain": {"last": 1}}, host={"capacity": "3MiB"})
     with tierfall.open(config) as ckpt:
@@ -100,4 +100,4 @@ def large(step: int) -> dict[str, torch.Tensor]:
 
 
 def on_disk(ckpt: tierfall.Checkpointer) -> list[int]:
-    return [c.step for c in ckpt.checkpoints() if "disk" in c.tiers]
+    return [c.step for c in ckpt.checkpoints() if "disk" in c.copies]

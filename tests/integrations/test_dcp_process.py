@@ -108,7 +108,7 @@ def test_the_start_that_gave_the_orders_flushes_and_retains_what_another_process
             dcp.save({"n": step}, storage_writer=sent(TierWriter(ckpt, step=step)))
             assert ckpt.checkpoints()[-1].step == step
         assert ckpt.drain().left == ()
-        assert {c.step: sorted(c.tiers) for c in ckpt.checkpoints()} == {
+        assert {c.step: sorted(c.copies) for c in ckpt.checkpoints()} == {
             3: ["disk", "far"],
             4: ["disk", "far"],
         }
@@ -181,7 +181,7 @@ def test_all_ranks_hear_of_what_their_processes_wrote(tmp_path: Path) -> None:
         reports = on_all([ckpt.drain for ckpt in opened])
         assert all(report.left == () for report in reports), reports
         output = on_all([ckpt.checkpoints for ckpt in opened])
-        assert [[(c.step, sorted(c.tiers)) for c in of_rank] for of_rank in output] == [
+        assert [[(c.step, sorted(c.copies)) for c in of_rank] for of_rank in output] == [
             [(1, ["far", "near"])]
         ] * 2
         unwritten = sent(TierWriter(opened[1], step=2))  # rank 0 expects nothing

@@ -199,4 +199,4 @@ def test_what_all_ranks_have_opened_stays_until_they_have_read_it(tmp_path: Path
 
 
 def on_disk(rank: Rank) -> list[int]:
-    return [c.step for c in rank.ckpt.checkpoints() if "disk" in c.tiers]
+    return [c.step for c in rank.ckpt.checkpoints() if "disk" in c.copies]

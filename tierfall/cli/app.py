@@ -1,5 +1,5 @@
-"""The commands: their arguments, options and help. Each calls the module that does its work, and imports it only then,
-so that ``--help`` and completion need not wait for torch."""
+"""The commands: their arguments, options and help. The function of its name in the module of its subject does a
+command's work, and is imported only then, so that ``--help`` and completion need not wait for torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tierfall.cli.usage import (
     listen_to_warnings,
     parse_step,
     parser_of,
-    refuse,
 )
 from tierfall.core.types.units import (
     format_duration,
@@ -39,7 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="List, verify and change the checkpoints of a training run, on all its tiers.",
-    epilog="Exit codes: 0 done; 1 failed, or found damage; 2 wrong usage or configuration; 130 interrupted.",
+    epilog="Exit codes: 0 done; 1 failed, or found damage; 2 wrong usage or configuration; 130 interrupted. "
+    "Every option: https://github.com/tierfall/tierfall/blob/main/docs/command-line.md",
 )
 
 
@@ -56,29 +56,40 @@ def _tier_names(ctx: typer.Context, incomplete: str) -> list[str]:
         return []
 
 
-TIME_LEAST_S, FRAME_LEAST_S = 0.001, 0.1
+def _flag(names: str, help: str) -> Any:
+    return typer.Option(*names.split(), help=help)
+
+
+def _option(names: str, metavar: str, help: str, parse: Any = None, **more: Any) -> Any:
+    """An option with a value, which ``parse`` makes of its text."""
+    return typer.Option(*names.split(), metavar=metavar, help=help, parser=parse, **more)
+
+
+def _later(module: str, name: str) -> Callable[[str], Any]:
+    """Make the parser of an option from a function of a module that is imported once the option is given."""
+    return parser_of(lambda text: getattr(import_module(module), name)(text))
+
+
+def _parse_steps_per_hour(text: str) -> float:
+    count = float(text)
+    if not 0 < count < float("inf"):
+        raise typer.BadParameter(f"{text!r} is invalid; expected more than 0")
+    return count
+
+
+_PARSE_SIZE = parser_of(parse_size_with_unit)
+_PARSE_EVERY = _later("tierfall.config.fields", "parse_every")
+_PARSE_DISK = _later("tierfall.cli.init", "parse_disk")
+_PARSE_FAR = _later("tierfall.cli.init", "parse_far")
+_PARSE_PARAMETERS = _later("tierfall.cli.init", "parse_parameters")
+_PARSE_PORT = _later("tierfall.config.fields", "listen_address")
+_PARSE_STEP_TIME = parser_of(parse_duration, 0.001, format_duration)
+_PARSE_FRAME_TIME = parser_of(parse_duration, 0.1, format_duration)
+
 STEP_HELP = (
     "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be "
     "restored."
 )
-ConfigOption = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        "-c",
-        envvar="TIERFALL_CONFIG",
-        metavar="FILE",
-        help=f"The YAML file with the tiers; or, to read it alone, a tier's folder or address. [./{DEFAULT_CONFIG}]",
-        is_eager=True,
-    ),
-]
-RunOption = Annotated[
-    str | None,
-    typer.Option("--run", metavar="NAME", help="The run, instead of the one in the file."),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
-]
 _STEPS = typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.", parser=parse_step)
 StepsArgument = Annotated[list[StepName], _STEPS]
 StepsIfAny = Annotated[list[StepName] | None, _STEPS]
@@ -87,57 +98,68 @@ TagArgument = Annotated[
 ]
 MetricsOption = Annotated[
     bool,
-    typer.Option(
-        "--metrics",
-        "-m",
-        help="Show all metrics, and not only those that a rule of retention uses.",
-    ),
+    _flag("--metrics -m", "Show all metrics, and not only those that a rule of retention uses."),
 ]
 TierOption = Annotated[
-    str | None,
-    typer.Option("--tier", metavar="NAME", help="Read this tier only.", autocompletion=_tier_names),
+    str | None, _option("--tier", "NAME", "Read this tier only.", autocompletion=_tier_names)
 ]
 
 
-def _add_run_command(
-    short_help: str, *, name: str | None = None
+def _ask(
+    config: Annotated[
+        str | None,
+        _option(
+            "--config -c",
+            "FILE",
+            f"The YAML file with the tiers; or, to read it alone, a tier's folder or address. [./{DEFAULT_CONFIG}]",
+            envvar="TIERFALL_CONFIG",
+            is_eager=True,
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, _option("--run", "NAME", "The run, instead of the one in the file.")
+    ] = None,
+    as_json: Annotated[
+        bool, _flag("--json", "Print one JSON document on stdout, and nothing else.")
+    ] = False,
+) -> Asked:
+    return Asked(config, run, as_json)
+
+
+_OF_ALL = signature(_ask, eval_str=True).parameters
+
+
+def _command(
+    subject: str,
+    short_help: str,
+    *,
+    name: str | None = None,
+    also: tuple[str, ...] = (*_OF_ALL,),
+    prints: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add a function as a command on a run: in place of its first parameter, ``asked``, the command has the options
-    --config, --run and --json."""
+    """Add a command. Its arguments, options and help are those of a function, and the options of all commands that
+    ``also`` names. The function of the same name in the module ``subject`` of this folder is called with the former by
+    name, and with what collects its output, which has the latter and is printed at the end. If it ``prints`` by itself,
+    it is called with the latter."""
 
-    def asking(
-        config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False
-    ) -> Asked:
-        return Asked(config, run, as_json)
-
-    common = signature(asking, eval_str=True).parameters
-
-    def add(call: Callable[..., None]) -> Callable[..., None]:
+    def add(declared: Callable[..., None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
-            call(asking(**{option: given.pop(option) for option in common}), **given)
+            asked = _ask(**{option: given.pop(option) for option in also})
+            work = getattr(import_module(f"tierfall.cli.{subject}"), declared.__name__)
+            if prints:
+                work(asked, **given)
+                return
+            answer = import_module("tierfall.cli.common").CommandOutput(asked)
+            work(answer, **given)
+            answer.finish()
 
-        _, *own = signature(call, eval_str=True).parameters.values()
-        command.__name__, command.__doc__ = call.__name__, call.__doc__
-        command.__signature__ = Signature([*own, *common.values()])  # type: ignore[attr-defined]
+        own = signature(declared, eval_str=True).parameters.values()
+        command.__name__, command.__doc__ = declared.__name__, declared.__doc__
+        shared = [_OF_ALL[option] for option in also]
+        command.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]
         return app.command(name, short_help=short_help)(command)
 
     return add
-
-
-def _from(module: str, name: str) -> Callable[[str], Any]:
-    """Make typer's parser of an option from a function of a module that is imported once the option is given."""
-
-    def parse(text: str) -> Any:
-        return getattr(import_module(module), name)(text)
-
-    return parser_of(parse)
-
-
-def _steps_per_hour(text: str) -> float:
-    count = float(text)
-    if not 0 < count < float("inf"):
-        raise typer.BadParameter(f"{text!r} is invalid; expected more than 0")
-    return count
 
 
 def _print_version(wanted: bool) -> None:
@@ -161,548 +183,288 @@ def _prepare(
 # Beginning -------------------------------------------------------------------------------------------
 
 
-@app.command(short_help="Write a first tiers.yaml, after five questions at most.")
+@_command(
+    "init",
+    "Write a first tiers.yaml, after five questions at most.",
+    also=("as_json",),
+    prints=True,
+)
 def init(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="The YAML file to write.", show_default=True)
     ] = Path("tiers.yaml"),
     disk: Annotated[
         list[str] | None,
-        typer.Option(
+        _option(
             "--disk",
-            metavar="FOLDER",
-            help="A folder on a disk of this machine; may be repeated, fastest first. [./checkpoints]",
-            parser=_from("tierfall.cli.init", "parse_disk"),
+            "FOLDER",
+            "A folder of this machine; may be repeated. [./checkpoints]",
+            _PARSE_DISK,
         ),
     ] = None,
     far: Annotated[
         str | None,
-        typer.Option(
-            "--far",
-            metavar="PLACE",
-            help="A place that survives this machine: a network folder, or s3://bucket/prefix. [none]",
-            parser=_from("tierfall.cli.init", "parse_far"),
+        _option(
+            "--far", "PLACE", "A folder or bucket that survives this machine. [none]", _PARSE_FAR
         ),
     ] = None,
     parameters: Annotated[
         int | None,
-        typer.Option(
-            "--parameters",
-            metavar="N",
-            help="The model's number of parameters, such as 7B: sets the capacity of host memory. [unknown]",
-            parser=_from("tierfall.cli.init", "parse_parameters"),
-        ),
+        _option("--parameters", "N", "The model's size, such as 7B. [unknown]", _PARSE_PARAMETERS),
     ] = None,
     every: Annotated[
         float | None,
-        typer.Option(
-            "--every",
-            metavar="N",
-            help="How often to save: in steps (100) or time (10m). [10m]",
-            parser=_from("tierfall.config.fields", "parse_every"),
+        _option(
+            "--every", "N", "How often to save: in steps (100) or time (10m). [10m]", _PARSE_EVERY
         ),
     ] = None,
     lose: Annotated[
         float | None,
-        typer.Option(
-            "--lose",
-            metavar="N",
-            help="How much training the loss of this machine may cost, in steps or time: sets how often --far gets a "
-            "copy. [1h, or 10 saves]",
-            parser=_from("tierfall.config.fields", "parse_every"),
+        _option(
+            "--lose", "N", "What the loss of this machine may cost. [1h, or 10 saves]", _PARSE_EVERY
         ),
     ] = None,
-    ranks: Annotated[
-        int, typer.Option("--ranks", metavar="N", min=1, help="How many ranks train.")
-    ] = 1,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="The run's name. [the folder's]")
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Ask nothing: defaults for what is not given.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    as_json: JsonOption = False,
+    ranks: Annotated[int, _option("--ranks", "N", "How many ranks train.", min=1)] = 1,
+    run: Annotated[str | None, _option("--run", "NAME", "The run's name. [the folder's]")] = None,
+    yes: Annotated[bool, _flag("--yes -y", "Ask nothing: defaults for what is not given.")] = False,
+    force: Annotated[bool, _flag("--force", "Replace an existing file.")] = False,
 ) -> None:
     """Write a commented YAML file, and say what is too small on this machine. At a terminal it asks what no option
     answers; Enter takes the default."""
-    from tierfall.cli import init
-
-    init.init(
-        file,
-        disks=disk,
-        far=far,
-        parameters=parameters,
-        ranks=ranks,
-        every=every,
-        lose=lose,
-        run=run,
-        yes=yes,
-        force=force,
-        as_json=as_json,
-    )
 
 
 # Reading ---------------------------------------------------------------------------------------------
 
 
-@_add_run_command("List the steps of a run, tier by tier.")
+@_command("look", "List the steps of a run, tier by tier.")
 def ls(
-    asked: Asked,
     last: Annotated[
-        int | None,
-        typer.Option("--last", "-n", metavar="N", min=1, help="List the newest N steps only."),
+        int | None, _option("--last -n", "N", "List the newest N steps only.", min=1)
     ] = None,
     metrics: MetricsOption = False,
 ) -> None:
     """List the steps of a run, the newest last: age, size, and the state on each tier."""
-    from tierfall.cli import ls_show
-
-    ls_show.ls(asked, last, metrics)
 
 
-@_add_run_command("Print the newest step that can be restored.")
-def latest(asked: Asked) -> None:
+@_command("look", "Print the newest step that can be restored.")
+def latest() -> None:
     """Print the newest step that can be restored. The exit code is 1 if there is none, or if a newer one is damaged."""
-    from tierfall.cli import ls_show
-
-    ls_show.latest(asked)
 
 
-@app.command(short_help="List the runs on the tiers, and in this node's memory.")
-def runs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+@_command(
+    "look", "List the runs on the tiers, and in this node's memory.", also=("config", "as_json")
+)
+def runs() -> None:
     """List all runs on the tiers, not only the one that the file names, and what any run holds in the memory of this
     node. Without a file, it lists the memory alone."""
-    from tierfall.cli import ls_show
-
-    ls_show.runs(Asked(config, None, as_json))
 
 
-@_add_run_command("Show steps in full.")
-def show(asked: Asked, steps: StepsArgument) -> None:
+@_command("look", "Show steps in full.")
+def show(steps: StepsArgument) -> None:
     """Show a step in full: its lineage, its files, its copies and why each is kept or deleted."""
-    from tierfall.cli import ls_show
-
-    ls_show.show(asked, steps)
 
 
-@_add_run_command("Check the configuration; measure and forecast every tier.")
+@_command("check", "Check the configuration; measure and forecast every tier.")
 def check(
-    asked: Asked,
     size: Annotated[
         int,
-        typer.Option(
-            "--size",
-            metavar="SIZE",
-            help="Bytes to write to each tier.",
-            parser=parser_of(parse_size, 1, format_size),
+        _option(
+            "--size", "SIZE", "Bytes to write to each tier.", parser_of(parse_size, 1, format_size)
         ),
     ] = "64MiB",  # type: ignore[assignment]
     image: Annotated[
-        int | None,
-        typer.Option(
-            "--image",
-            metavar="SIZE",
-            help="For the forecast: the size of one rank's image: 9GiB.",
-            parser=parser_of(parse_size_with_unit),
-        ),
+        int | None, _option("--image", "SIZE", "The size of one rank's image: 9GiB.", _PARSE_SIZE)
     ] = None,
     save_every: Annotated[
         float | None,
-        typer.Option(
-            "--save-every",
-            metavar="TIME",
-            help="For the forecast: the time between saves: 10m.",
-            parser=parser_of(parse_duration, TIME_LEAST_S, format_duration),
-        ),
+        _option("--save-every", "TIME", "The time between saves: 10m.", _PARSE_STEP_TIME),
     ] = None,
     step_time: Annotated[
         float | None,
-        typer.Option(
-            "--step-time",
-            metavar="TIME",
-            help="For the forecast, if the file saves every N steps: the time of a step: 2s.",
-            parser=parser_of(parse_duration, TIME_LEAST_S, format_duration),
-        ),
+        _option("--step-time", "TIME", "The time of a training step: 2s.", _PARSE_STEP_TIME),
     ] = None,
     steps_per_hour: Annotated[
         float | None,
-        typer.Option(
-            "--steps-per-hour",
-            metavar="N",
-            help="For the forecast: training steps in an hour, in place of --step-time.",
-            parser=_steps_per_hour,
-        ),
+        _option("--steps-per-hour", "N", "In place of --step-time.", _parse_steps_per_hour),
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", metavar="N", min=1, help="For the forecast: number of ranks."),
-    ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option("--nodes", metavar="N", min=1, help="For the forecast: number of nodes."),
-    ] = None,
+    ranks: Annotated[int | None, _option("--ranks", "N", "The number of ranks.", min=1)] = None,
+    nodes: Annotated[int | None, _option("--nodes", "N", "The number of nodes.", min=1)] = None,
 ) -> None:
     """Check the configuration, measure every tier by writing a file there, which is removed again, and forecast
-    whether it keeps up and has room."""
-    from tierfall.cli import check
-
-    if step_time is not None and steps_per_hour is not None:
-        refuse("--step-time and --steps-per-hour exclude each other", Exit.USAGE)
-    if ranks is not None and (nodes or 1) > ranks:
-        refuse(f"--nodes: {nodes} nodes are more than {ranks} ranks", Exit.USAGE)
-    inputs = check.Training(
-        image_bytes=image,
-        save_every_s=save_every,
-        step_s=3600 / steps_per_hour if steps_per_hour else step_time,
-        ranks=ranks,
-        nodes=nodes,
-    )
-    check.check(asked, size, inputs)
+    whether it keeps up and has room, by the options or the run's own checkpoints."""
 
 
-@_add_run_command("Verify every file of every copy, and repair.")
+@_command("commands", "Verify every file of every copy, and repair.")
 def verify(
-    asked: Asked,
     steps: StepsIfAny = None,
     tier: TierOption = None,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Rewrite damaged files from good copies.")
-    ] = False,
+    repair: Annotated[bool, _flag("--repair", "Rewrite damaged files from good copies.")] = False,
 ) -> None:
     """Read and verify every file of every copy, or of those of some steps: chunks, manifests and commit records."""
-    from tierfall.cli import copies
-
-    copies.verify(asked, steps or [], tier, repair)
 
 
 # Copying ---------------------------------------------------------------------------------------------
 
 
-@_add_run_command("Write a step as files for other programs.")
+@_command("commands", "Write a step as files for other programs.")
 def export(
-    asked: Asked,
     step: Annotated[StepName, typer.Argument(metavar="STEP", help=STEP_HELP, parser=parse_step)],
-    to: Annotated[
-        Path,
-        typer.Option(
-            "--to",
-            metavar="PATH",
-            help="The folder to write into, created if missing; or a file, by its ending .safetensors or .pt.",
-        ),
-    ],
+    to: Annotated[Path, _option("--to", "PATH", "A folder, or a file .safetensors or .pt.")],
     format: Annotated[
-        ExportFormat | None,
-        typer.Option(
-            "--format",
-            help="safetensors, unless PATH ends in .pt; torch, a file for torch.load; or dcp, for which PATH becomes a "
-            "folder of torch.distributed.checkpoint.",
-        ),
+        ExportFormat | None, typer.Option(help="The form, unless PATH tells it.")
     ] = None,
     only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="PREFIX",
-            help="Export only this part, such as model. May be repeated.",
-        ),
+        list[str] | None, _option("--only", "PREFIX", "This part only; may be repeated.")
     ] = None,
     max_shard: Annotated[
-        int | None,
-        typer.Option(
-            "--max-shard",
-            metavar="SIZE",
-            help="safetensors only: files of at most this size, such as 5GB, with an index; PATH must be new or empty.",
-            parser=parser_of(parse_size_with_unit),
-        ),
+        int | None, _option("--max-shard", "SIZE", "Files of at most this size: 5GB.", _PARSE_SIZE)
     ] = None,
     dtype: Annotated[
-        ExportDtype | None,
-        typer.Option("--dtype", help="safetensors only: convert floating-point tensors."),
+        ExportDtype | None, typer.Option(help="Convert floating-point tensors.")
     ] = None,
     beside: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--with",
-            metavar="FILE",
-            help="safetensors only: copy this file, such as config.json, into PATH, which must be new or empty. May be "
-            "repeated.",
-        ),
+        _option("--with", "FILE", "Copy this file into PATH, too; may be repeated."),
     ] = None,
     tier: TierOption = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an existing file of that name.")
-    ] = False,
+    force: Annotated[bool, _flag("--force", "Replace an existing file of that name.")] = False,
 ) -> None:
     """Write a checkpoint as one file, as shards, or as a DCP folder, from the fastest good copy; every chunk is
     verified."""
-    from tierfall.cli import copies
-    from tierfall.export.output import DTYPES, ExportOptions, format_of
-
-    to = to.expanduser()
-    wish = ExportOptions(
-        to=to,
-        format=format_of(to, format),
-        only=tuple(only or ()),
-        replace=force,
-        max_shard_bytes=max_shard,
-        dtype=None if dtype is None else DTYPES[dtype],
-        beside=tuple(path.expanduser() for path in beside or ()),
-    )
-    copies.export(asked, step, wish, tier)
 
 
-@_add_run_command("Save what another program wrote as a step.", name="import")
+@_command("commands", "Save what another program wrote as a step.", name="import")
 def import_(
-    asked: Asked,
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH",
-            help="A file of torch.save, a Lightning .ckpt, safetensors, or a folder of safetensors or DCP.",
+            metavar="PATH", help="A file of torch.save, Lightning or safetensors, or a folder."
         ),
     ],
-    as_step: Annotated[int, typer.Option("--as-step", metavar="N", help="The step to save it as.")],
+    as_step: Annotated[int, _option("--as-step", "N", "The step to save it as.")],
     entry: Annotated[
-        str | None,
-        typer.Option(
-            "--entry",
-            metavar="NAME",
-            help="The name in the state of a bare state_dict (model), or of the only part of an export.",
-        ),
+        str | None, _option("--entry", "NAME", "What a bare state_dict is in the state.")
     ] = None,
 ) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers. No code from PATH is run."""
-    from tierfall.cli import copies
-
-    copies.import_(asked, path, as_step, entry)
 
 
-@_add_run_command("Copy steps to a tier that does not hold them.")
+@_command("commands", "Copy steps to a tier that does not hold them.")
 def copy(
-    asked: Asked,
     steps: StepsArgument,
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to", metavar="TIER", help="The tier to copy to.", autocompletion=_tier_names
-        ),
-    ],
+    to: Annotated[str, _option("--to", "TIER", "The tier to copy to.", autocompletion=_tier_names)],
 ) -> None:
     """Copy a step to a tier that does not hold it, with its pin and its tags, from the fastest good copy."""
-    from tierfall.cli import copies
-
-    copies.copy(asked, steps, to)
 
 
 # Keeping and deleting --------------------------------------------------------------------------------
 
 
-@_add_run_command("Apply the retention rules now.")
+@_command("commands", "Apply the retention rules now.")
 def prune(
-    asked: Asked,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Print the decisions and their reasons, and delete nothing."
-        ),
+        bool, _flag("--dry-run", "Print the decisions and their reasons, and delete nothing.")
     ] = False,
 ) -> None:
     """Apply the retention rules now, on every stored tier; print for each copy why it is kept or deleted."""
-    from tierfall.cli import commands
-
-    commands.prune(asked, dry_run)
 
 
-@_add_run_command("Protect steps from every deletion rule.")
-def pin(asked: Asked, steps: StepsArgument) -> None:
+@_command("commands", "Protect steps from every deletion rule.")
+def pin(steps: StepsArgument) -> None:
     """Protect a step from every deletion rule, on every tier that holds it, until it is unpinned."""
-    from tierfall.cli import commands
-
-    commands.change(asked, "pin", steps)
 
 
-@_add_run_command("Remove the pin of steps.")
-def unpin(asked: Asked, steps: StepsArgument) -> None:
+@_command("commands", "Remove the pin of steps.")
+def unpin(steps: StepsArgument) -> None:
     """Remove the pin of a step, on every tier."""
-    from tierfall.cli import commands
-
-    commands.change(asked, "unpin", steps)
 
 
-@_add_run_command("Add a tag to steps.")
-def tag(asked: Asked, name: TagArgument, steps: StepsArgument) -> None:
+@_command("commands", "Add a tag to steps.")
+def tag(tag: TagArgument, steps: StepsArgument) -> None:
     """Add a tag to a step, beside those of its save. A rule 'retain: {tags: ...}' keeps what has it."""
-    from tierfall.cli import commands
-
-    commands.change(asked, "tag", steps, tag=name)
 
 
-@_add_run_command("Remove a tag of steps.")
-def untag(asked: Asked, name: TagArgument, steps: StepsArgument) -> None:
+@_command("commands", "Remove a tag of steps.")
+def untag(tag: TagArgument, steps: StepsArgument) -> None:
     """Remove a tag of a step, also one of its save."""
-    from tierfall.cli import commands
-
-    commands.change(asked, "untag", steps, tag=name)
 
 
-@_add_run_command("Delete steps from every tier, or a whole run.")
+@_command("commands", "Delete steps from every tier, or a whole run.")
 def rm(
-    asked: Asked,
     steps: StepsIfAny = None,
-    all: Annotated[
-        bool,
-        typer.Option(
-            "--all",
-            help="Delete the whole run that --run names: every tier, memory and ids. The run's name is read from "
-            "standard input.",
-        ),
-    ] = False,
-    yes: Annotated[
-        bool,
-        typer.Option(
-            "--yes",
-            "-y",
-            help="Delete the newest step, or one that could not be read, without a confirmation.",
-        ),
-    ] = False,
+    all: Annotated[bool, _flag("--all", "Delete the whole run that --run names.")] = False,
+    yes: Annotated[bool, _flag("--yes -y", "Ask for no confirmation.")] = False,
     even_the_last: Annotated[
-        bool, typer.Option("--even-the-last", help="Delete the last step that can be restored.")
+        bool, _flag("--even-the-last", "Delete the last step that can be restored.")
     ] = False,
 ) -> None:
     """Delete a step from every tier. A pinned step is refused. The last step that can be restored needs
     --even-the-last."""
-    from tierfall.cli import commands
-
-    if all:
-        commands.rm_run(asked, steps or [])
-    else:
-        commands.change(asked, "rm", steps or [], yes=yes, even_the_last=even_the_last)
 
 
-@_add_run_command("Make the other tiers forget one that was emptied on purpose.")
+@_command("commands", "Make the other tiers forget one that was emptied on purpose.")
 def forget(
-    asked: Asked,
     tier: Annotated[
         str,
-        typer.Argument(
-            metavar="TIER",
-            help="The name of the tier in the configuration.",
-            autocompletion=_tier_names,
-        ),
+        typer.Argument(metavar="TIER", help="The name of the tier.", autocompletion=_tier_names),
     ],
 ) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
-    from tierfall.cli import commands
-
-    commands.forget(asked, tier)
 
 
-@_add_run_command("Flush what a dead trainer left in host memory.")
+@_command("commands", "Flush what a dead trainer left in host memory.")
 def drain(
-    asked: Asked,
     deadline: Annotated[
         float | None,
-        typer.Option(
-            "--deadline",
-            metavar="TIME",
-            help="Stop after this time, such as 30s or 10m; the newest copies come first.",
-            parser=parser_of(parse_duration),
-        ),
+        _option("--deadline", "TIME", "Stop after this time: 30s, 10m.", parser_of(parse_duration)),
     ] = None,
-    every_run: Annotated[
-        bool,
-        typer.Option("--all", help="Every run that has left something in this node's memory."),
-    ] = False,
-    discard: Annotated[
-        bool,
-        typer.Option(
-            "--discard", help="Flush nothing: free the memory, once the run's name was typed."
-        ),
-    ] = False,
+    all: Annotated[bool, _flag("--all", "Every run with images in this node's memory.")] = False,
+    discard: Annotated[bool, _flag("--discard", "Flush nothing: free the memory.")] = False,
 ) -> None:
     """Flush what a dead trainer left in host memory, then free the memory. With --all no file is needed: each run's
     memory notes its own."""
-    from tierfall.cli import commands
-
-    if every_run and asked.run is not None:
-        refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
-    if discard and deadline is not None:
-        refuse("drain: --discard flushes nothing: leave --deadline out", Exit.USAGE)
-    if discard:
-        commands.discard(asked, every_run)
-    elif every_run:
-        commands.drain_all(asked, deadline)
-    else:
-        commands.drain(asked, deadline)
 
 
 # Looking on ------------------------------------------------------------------------------------------
 
 
-@_add_run_command("Show tiers, copies and transfers live.")
+@_command("look", "Show tiers, copies and transfers live.", prints=True)
 def watch(
-    asked: Asked,
     every: Annotated[
-        float,
-        typer.Option(
-            "--every",
-            metavar="TIME",
-            help="Time between two frames.",
-            parser=parser_of(parse_duration, FRAME_LEAST_S, format_duration),
-        ),
+        float, _option("--every", "TIME", "Time between two frames.", _PARSE_FRAME_TIME)
     ] = "1s",  # type: ignore[assignment]
-    once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
+    once: Annotated[bool, _flag("--once", "Print one frame, and end.")] = False,
     prometheus: Annotated[
-        Any,
-        typer.Option(
-            "--prometheus",
-            metavar="PORT",
-            help="Serve /metrics and /healthz of the trainers on this machine at this port or address, and show "
-            "nothing: 9109, or 127.0.0.1:9109.",
-            parser=_from("tierfall.config.fields", "listen_address"),
-        ),
+        Any, _option("--prometheus", "PORT", "Serve metrics there, and show nothing.", _PARSE_PORT)
     ] = None,
     metrics: MetricsOption = False,
 ) -> None:
     """Show a run live, until Ctrl-C: tiers, copies, transfers, what a failure would cost, and the last events."""
-    from tierfall.cli import watch
-
-    watch.watch(asked, every, once, prometheus, metrics)
 
 
-@app.command(short_help="Print the JSON schema of the YAML file.")
-def schema(as_json: JsonOption = False) -> None:
+@_command("init", "Print the JSON schema of the YAML file.", also=("as_json",), prints=True)
+def schema() -> None:
     """Print the JSON schema of the YAML file, for editors to complete from."""
-    from tierfall.cli import init
-
-    init.schema()
 
 
 @app.command(short_help="Train, kill and restore a small model, and show the timeline.")
 def demo(
     folder: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="DIR",
-            help="A new or empty folder to keep everything in. Without it, a temporary one that is removed.",
-        ),
+        typer.Argument(metavar="DIR", help="A new or empty folder to keep everything in."),
     ] = None,
     steps: Annotated[
         int, typer.Option(min=24, help="Steps to train, rounded up to a multiple of 12.")
     ] = 120,
     s3: Annotated[
-        bool,
-        typer.Option("--s3", help="Use a bucket of a real S3 server, which the demo starts."),
+        bool, _flag("--s3", "Use a bucket of a real S3 server, which the demo starts.")
     ] = False,
     picture: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where to write the timeline as PNG. Without it, DIR/timeline.png or ./tierfall-demo.png.",
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Where to write the timeline as PNG.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: Annotated[
+        bool, _flag("--json", "Print one JSON document on stdout, and nothing else.")
+    ] = False,
 ) -> None:
     """Train a small real model through a chain of tiers, kill it, restore it, and show that nothing was lost."""
     from tierfall.demo.story import play

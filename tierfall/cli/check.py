@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
+    RunFacts,
     cell,
     counted,
     describe_new,
@@ -24,10 +25,9 @@ from tierfall.cli.common import (
     watched,
     with_tier,
 )
-from tierfall.cli.ls_show import RunFacts
-from tierfall.cli.usage import Asked, Exit, refuse
+from tierfall.cli.usage import Exit, refuse
 from tierfall.config import Config, PeerTierConfig
-from tierfall.core.format.catalog import KnownCheckpoint, merge
+from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.records import Commit
 from tierfall.core.ranks.addresses import addresses_of_node, own_address
 from tierfall.core.types.errors import ConfigError
@@ -41,7 +41,6 @@ from tierfall.core.types.units import (
 from tierfall.core.types.values import Codec, TierKind
 from tierfall.ops.commands import notes_on_metrics
 from tierfall.ops.measure import SIZE_MAX_BYTES, TierMeasurement, measure
-from tierfall.ops.reader import RunReader
 from tierfall.plan.steady import Chain, SteadyTier, Workload, steady_state
 from tierfall.policies.forecast import loss_bounds
 from tierfall.setup.places import seen_by_one
@@ -49,27 +48,46 @@ from tierfall.setup.tiers import is_shared, tier_rules
 from tierfall.telemetry.reports import format_bounds
 
 
-def check(asked: Asked, size_bytes: int, inputs: Training) -> None:
+def check(
+    answer: CommandOutput,
+    size: int,
+    image: int | None,
+    save_every: float | None,
+    step_time: float | None,
+    steps_per_hour: float | None,
+    ranks: int | None,
+    nodes: int | None,
+) -> None:
     """Check the configuration, measure every tier, and forecast its steady state."""
-    of_all = load_settings_of_all(asked, doing="check")
+    if step_time is not None and steps_per_hour is not None:
+        refuse("--step-time and --steps-per-hour exclude each other", Exit.USAGE)
+    if ranks is not None and (nodes or 1) > ranks:
+        refuse(f"--nodes: {nodes} nodes are more than {ranks} ranks", Exit.USAGE)
+    inputs = Training(
+        image_bytes=image,
+        save_every_s=save_every,
+        step_s=3600 / steps_per_hour if steps_per_hour else step_time,
+        ranks=ranks,
+        nodes=nodes,
+    )
+    of_all = load_settings_of_all(answer.asked, doing="check")
     settings = seen_by_one(of_all)
-    if size_bytes > SIZE_MAX_BYTES:
+    if size > SIZE_MAX_BYTES:
         refuse(f"--size: expected {format_size(SIZE_MAX_BYTES)} at most", Exit.USAGE)
-    answer = CommandOutput(asked.as_json)
-    shown = watched(asked.as_json)
+    facts = RunFacts.read(settings)
+    shown = watched(answer.as_json)
     console = Console(quiet=not shown, force_terminal=shown)
     with console.status("check", spinner="line") as status:
-        tiers = measure(settings, size_bytes, lambda name: status.update(f"check: {name}"))
+        tiers = measure(settings, size, lambda name: status.update(f"check: {name}"))
     answer.document = {
         "run": settings.run,
-        "size_bytes": size_bytes,
+        "size_bytes": size,
         "tiers": [members(tier) for tier in tiers],
     }
-    _show(answer, tiers, size_bytes)
+    _show(answer, tiers, size)
     _report_address(answer, of_all)
-    report_steady_state(answer, of_all, tiers, inputs)
-    _report_loss_bounds(answer, settings, tiers)
-    answer.finish()
+    _report_steady_state(answer, of_all, tiers, inputs, facts)
+    _report_loss_bounds(answer, facts, tiers)
 
 
 def _report_address(answer: CommandOutput, of_all: Config) -> None:
@@ -88,19 +106,17 @@ def _report_address(answer: CommandOutput, of_all: Config) -> None:
 
 
 def _report_loss_bounds(
-    answer: CommandOutput, settings: Config, tiers: Sequence[TierMeasurement]
+    answer: CommandOutput, facts: RunFacts, tiers: Sequence[TierMeasurement]
 ) -> None:
     """Report what survives each loss, how long reading it takes at the measured rates, and which metrics of ``retain``
     no checkpoint has."""
-    with RunReader(settings) as reader:
-        facts = RunFacts.gather(reader)
     rates = {t.name: t.read_bytes_per_second for t in tiers if t.read_bytes_per_second is not None}
     bounds = loss_bounds(replace(facts.safety, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())
     answer.document["loss_bound"] = to_json(bounds) if saved else None
     if saved:
         answer.show("", *format_bounds(bounds, tuple(facts.unread)))
-    answer.document["notes"] = notes = notes_on_metrics(settings, facts.listings)
+    answer.document["notes"] = notes = notes_on_metrics(facts.config, facts.listings)
     answer.show(*notes)
 
 
@@ -227,11 +243,12 @@ def workload(settings: Config, inputs: Training, run: Training) -> Workload | No
     )
 
 
-def report_steady_state(
+def _report_steady_state(
     answer: CommandOutput,
     settings: Config,
     tiers: Sequence[TierMeasurement],
     inputs: Training,
+    facts: RunFacts,
 ) -> None:
     """Report the forecast, or the options that it needs. ``settings`` are those of all nodes."""
     load = workload(settings, inputs, Training())
@@ -240,8 +257,7 @@ def report_steady_state(
         source = (
             "by the run's own checkpoints" if inputs == Training() else "by the options and the run"
         )
-        with RunReader(settings) as reader:
-            load = workload(settings, inputs, measure_run(merge(reader.list())))
+        load = workload(settings, inputs, measure_run(facts.known))
     if load is None:
         answer.document["forecast"] = None
         answer.show("", NO_FORECAST)

@@ -1,10 +1,18 @@
-"""``prune``, ``pin``, ``unpin``, ``rm``, ``forget`` and ``drain``: the commands that change what the tiers hold."""
+"""The commands that change what the tiers hold, and those that read or write whole copies.
+
+``pin``, ``unpin``, ``tag``, ``untag``, ``rm``, ``prune``, ``forget``. ``drain``: flush what a dead trainer left in
+memory. ``verify``: verify every copy, report what is damaged, where, and how to repair it; and repair it. ``copy``:
+copy a step to a tier that does not hold it. ``export``: write a step, or a part of it, as files that can be read
+without tierfall. ``import``: save what another program wrote as a step.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +22,12 @@ from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
+    RunFacts,
+    check_ownerless,
+    check_tier,
+    coloured,
     counted,
     document_of,
-    find_step,
     load_settings,
     load_settings_if_any,
     load_settings_of_all,
@@ -25,27 +36,39 @@ from tierfall.cli.common import (
     owner_members,
     progress_bar,
     table,
-    warn_of,
     with_tier,
 )
-from tierfall.cli.ls_show import held_members
-from tierfall.cli.usage import Asked, Exit, StepName, at_terminal, refuse
+from tierfall.cli.look import held_members
+from tierfall.cli.usage import CommandRefused, Exit, StepName, at_terminal, code_of, refuse
 from tierfall.config import Config
 from tierfall.config.model import OnClose
+from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.flush.tasks import CommandKind
-from tierfall.core.format.catalog import KnownCheckpoint, merge
+from tierfall.core.format.catalog import KnownCheckpoint, starts_in
 from tierfall.core.runtime.run_lock import LockOwner
-from tierfall.core.types.errors import ConfigError, TierfallError
+from tierfall.core.types import keys
+from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
 from tierfall.core.types.keys import check_tag
 from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 from tierfall.core.types.view import Decision, Verdict
-from tierfall.ops import commands
+from tierfall.export.export import export as export_checkpoint
+from tierfall.export.output import DTYPES, ExportOptions, format_of
+from tierfall.ops import commands, sync
+from tierfall.ops.commands import Progress
 from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
-from tierfall.ops.memory import HeldMemory, held_by_runs
-from tierfall.ops.reader import RunReader
+from tierfall.ops.reader import HeldMemory, RunReader, held_by_runs
+from tierfall.ops.sync import Repairer, RepairResult, owned_reader
+from tierfall.ops.verify import (
+    Finding,
+    RunReport,
+    VerifyScope,
+    check_run,
+    planned_bytes,
+    record_damage,
+)
 from tierfall.setup.places import run_folder
 
 UNREAD = "Kept copies were not read; they count as good by their commit records. 'tierfall verify' reads them."
@@ -58,47 +81,48 @@ _DONE = {
 }
 
 
-def change(
-    asked: Asked,
-    verb: str,
+def rm(
+    answer: CommandOutput, steps: list[StepName] | None, all: bool, yes: bool, even_the_last: bool
+) -> None:
+    """Delete steps, or a whole run."""
+    if all:
+        _rm_run(answer, steps or [])
+    elif steps:
+        _change(answer, steps, kind=CommandKind.DELETE, yes=yes, even_the_last=even_the_last)
+    else:
+        refuse("rm: missing argument 'STEP...'; see tierfall rm --help", Exit.USAGE)
+
+
+def _change(
+    answer: CommandOutput,
     steps: list[StepName],
     *,
+    kind: CommandKind,
+    tag: str = "",
     yes: bool = True,
     even_the_last: bool = True,
-    tag: str = "",
 ) -> None:
-    """Pin, unpin, tag, untag or delete (``rm``) steps: find all of them first, and execute the command, or leave it in
-    the tiers' lists for the living trainer. Nothing is deleted if one of them is pinned."""
-    if verb in ("tag", "untag"):
+    """Find all steps first; then execute a command on them, or leave it in the tiers' lists for the living trainer.
+    Nothing is deleted if one of them is pinned."""
+    verb = "rm" if kind is CommandKind.DELETE else str(kind)
+    if kind in (CommandKind.TAG, CommandKind.UNTAG):
         check_tag(tag, what=verb)
-    kind = CommandKind.DELETE if verb == "rm" else CommandKind(verb)
-    if not steps:
-        refuse(f"{verb}: missing argument 'STEP...'; see tierfall {verb} --help", Exit.USAGE)
-    settings, answer = load_settings(asked, doing=verb), CommandOutput(asked.as_json)
-    with RunReader(settings) as reader:
-        listings = reader.list()
-        known = merge(listings)
-        unread = commands.unread(listings)
-        found = {
-            checkpoint.id: checkpoint
-            for name in steps
-            for checkpoint in [find_step(answer, listings, name, None, doing=verb)]
-        }
-        lost = commands.without_good_copy(listings)
-        owner = reader.owner()
-        elsewhere = commands.trained_elsewhere(listings, reader.stores)
+    settings = load_settings(answer.asked, doing=verb)
+    facts = RunFacts.read(settings)
+    found = {c.id: c for name in steps for c in [facts.find(answer, name, doing=verb)]}
+    lost, owner = commands.without_good_copy(facts.known), facts.owner
     if kind is CommandKind.DELETE:
-        _check_deletion(found, known, answer, yes=yes, even_the_last=even_the_last)
+        _check_deletion(found, facts, answer, yes=yes, even_the_last=even_the_last)
     if owner is not None:
         results = [commands.decide_on_tiers(settings, kind, c, tag) for c in found.values()]
     else:
-        warn_of(elsewhere)
+        facts.warn_if_elsewhere()
         results = list(
             commands.run_commands(settings, kind, list(found), even_the_last=even_the_last, tag=tag)
         )
     documents = []
     for result in results:
-        failed = {**result.failed, **(unread if owner else {})}
+        failed = {**result.failed, **(facts.unread if owner else {})}
         documents.append(
             {
                 "run": settings.run,
@@ -115,7 +139,12 @@ def change(
         if kind is CommandKind.PIN and result.id in lost:
             answer.problem(f"pin {result.id}: {lost[result.id]}")
     answer.document = document_of(settings.run, documents)
-    answer.finish()
+
+
+pin, unpin, tag, untag = (
+    partial(_change, kind=kind)
+    for kind in (CommandKind.PIN, CommandKind.UNPIN, CommandKind.TAG, CommandKind.UNTAG)
+)
 
 
 def _describe_result(
@@ -135,7 +164,7 @@ def _describe_result(
 
 def _check_deletion(
     chosen: Mapping[CheckpointId, KnownCheckpoint],
-    known: Sequence[KnownCheckpoint],
+    facts: RunFacts,
     answer: CommandOutput,
     *,
     yes: bool,
@@ -146,7 +175,7 @@ def _check_deletion(
     for id, checkpoint in chosen.items():
         if checkpoint.pinned:
             refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
-    restorable = commands.restorable(known)
+    restorable = commands.restorable(facts.known)
     left = [id for id in restorable if id not in chosen]
     reasons = []
     if not left:
@@ -179,18 +208,17 @@ def is_typed(run: str) -> bool:
 # A whole run -----------------------------------------------------------------------------------------
 
 
-def rm_run(asked: Asked, steps: list[StepName]) -> None:
+def _rm_run(answer: CommandOutput, steps: list[StepName]) -> None:
     """Delete a whole run, after its name was read from standard input."""
-    run = asked.run
+    run = answer.asked.run
     if steps or run is None:
         refuse("rm: --all deletes a whole run: name it by --run, and no STEP", Exit.USAGE)
-    settings, answer = load_settings_of_all(asked, doing="rm"), CommandOutput(asked.as_json)
+    settings = load_settings_of_all(answer.asked, doing="rm")
+    check_ownerless(settings, "rm", ": end it first; nothing was deleted")
     with RunReader(settings) as reader:
-        listings, owner = reader.list(), reader.owner()
-        elsewhere = commands.trained_elsewhere(listings, reader.stores)
-        if owner is not None:
-            refuse(f"rm: a trainer owns run {run!r} ({owner}): end it first; nothing was deleted")
-        answer.note_unread(commands.unread(listings))
+        facts = RunFacts(reader)
+        listings = facts.listings
+        answer.note_unread(facts.unread)
         if answer.problems:
             answer.refuse(
                 "rm: nothing was deleted, since the tier may hold files of the run: repeat it once the tier answers, "
@@ -204,8 +232,8 @@ def rm_run(asked: Asked, steps: list[StepName]) -> None:
         commands.check_folders(settings)
         places = {name: store.place for name, store in reader.stores.items()}
         places[reader.config.host.name] = str(reader.memory_folder)
-    warn_of(elsewhere)
-    say = partial(typer.echo, err=asked.as_json)
+    facts.warn_if_elsewhere()
+    say = partial(typer.echo, err=answer.as_json)
     say(f"all of run {run} is to be deleted:")
     for listing in listings:
         copies = counted(len(listing.copies), "checkpoint", "checkpoints")
@@ -227,31 +255,25 @@ def rm_run(asked: Asked, steps: list[StepName]) -> None:
     answer.show(f"deleted run {run} on {', '.join(result.deleted)}")
     for tier, error in result.failed.items():
         answer.problem(f"rm: {with_tier(tier, error)}")
-    answer.finish()
 
 
 # prune -----------------------------------------------------------------------------------------------
 
 
-def prune(asked: Asked, dry_run: bool) -> None:
+def prune(answer: CommandOutput, dry_run: bool) -> None:
     """Apply the retention rules now, or print what they decide."""
-    settings = load_settings(asked, doing="" if dry_run else "prune")
-    answer = CommandOutput(asked.as_json)
-    with RunReader(settings) as reader:
-        owner = reader.owner()
-        listings = reader.list()
-        elsewhere = commands.trained_elsewhere(listings, reader.stores)
-    if owner is not None and not dry_run:
-        refuse(
-            f"prune: a trainer owns run {settings.run!r} ({owner}) and applies the rules itself after each commit; "
-            "nothing was changed. --dry-run shows what it will do"
-        )
+    settings = load_settings(answer.asked, doing="" if dry_run else "prune")
+    if not dry_run:
+        why = " and applies the rules itself after each commit; nothing was changed. --dry-run shows what it will do"
+        check_ownerless(settings, "prune", why)
+    facts = RunFacts.read(settings)
+    listings = facts.listings
     if dry_run or not any(x.copies for x in listings):  # opening for writing creates folders
         planned = commands.plan_prune(settings, listings)
         pruned = commands.PruneResult(decisions=planned, unread=commands.unread(listings))
     else:
-        warn_of(elsewhere)
-        with progress_bar("prune", as_json=asked.as_json) as watch:
+        facts.warn_if_elsewhere()
+        with progress_bar("prune", as_json=answer.as_json) as watch:
             pruned = commands.prune(settings, watch)
     answer.document = {
         "run": settings.run,
@@ -275,7 +297,6 @@ def prune(asked: Asked, dry_run: bool) -> None:
         answer.problem(f"tier {tier} could not be read, nothing is decided there: {error}")
     for drop in pruned.left:
         answer.problem(f"prune: {drop.checkpoint} is still on {drop.tier}")
-    answer.finish()
 
 
 def _is_dropped(decision: Decision, pruned: commands.PruneResult) -> bool:
@@ -304,19 +325,15 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 # forget ----------------------------------------------------------------------------------------------
 
 
-def forget(asked: Asked, tier: str) -> None:
+def forget(answer: CommandOutput, tier: str) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
-    settings = load_settings_of_all(asked, doing="forget")
-    answer = CommandOutput(asked.as_json)
+    settings = load_settings_of_all(answer.asked, doing="forget")
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
+    why = ", and writes what it remembers again; nothing was changed. Forget it once the trainer has ended"
+    check_ownerless(settings, "forget", why)
     with RunReader(settings) as reader:
-        if (owner := reader.owner()) is not None:
-            refuse(
-                f"forget: a trainer owns run {settings.run!r} ({owner}), and writes what it remembers again; nothing "
-                "was changed. Forget it once the trainer has ended"
-            )
         new = reader.list_with_new()[1]
     forgotten_by, failed = ((), {}) if tier in new else commands.forget(settings, tier)
     answer.document = {
@@ -335,23 +352,39 @@ def forget(asked: Asked, tier: str) -> None:
         answer.show(f"nothing remembers {tier}: an empty folder there counts as a new tier already")
     for name, error in failed.items():
         answer.problem(f"forget {tier}: {with_tier(name, error)}")
-    answer.finish()
 
 
 # drain -----------------------------------------------------------------------------------------------
 
 
-def drain(asked: Asked, deadline_s: float | None) -> None:
-    """Flush what a dead trainer left in host memory, then free the memory."""
-    settings = load_settings(asked, doing="drain")
-    answer = CommandOutput(asked.as_json)
+def drain(answer: CommandOutput, deadline: float | None, all: bool, discard: bool) -> None:
+    """Flush what a dead trainer left in host memory, then free the memory; of every run, or only free it."""
+    if all and answer.asked.run is not None:
+        refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
+    if discard and deadline is not None:
+        refuse("drain: --discard flushes nothing: leave --deadline out", Exit.USAGE)
+    if discard:
+        _discard_runs(answer, all)
+    elif all:
+        _drain_runs(answer, deadline)
+    else:
+        _drain_run(answer, deadline)
+
+
+def _drain_run(answer: CommandOutput, deadline_s: float | None) -> None:
+    settings = load_settings(answer.asked, doing="drain")
+    check_ownerless(settings, "drain", " and flushes its memory itself; nothing was done")
     with RunReader(settings) as reader:
-        holds_images = _holds_images(reader, answer)
-        if not holds_images:
-            _report_empty(reader, answer)
-    if holds_images:
+        memory = reader.memory()
+        if memory.error is not None:
+            refuse(f"drain: host memory cannot be read: {memory.error}")
+        for problem in memory.damaged:
+            answer.problem(f"host memory holds a damaged image: {problem}")
+        facts = None if memory.copies else RunFacts(reader)
+    if facts is None:
         answer.document = _drain(answer, settings, deadline_s)
-    answer.finish()
+    else:
+        _report_empty(facts, answer)
 
 
 def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) -> dict[str, Any]:
@@ -366,48 +399,24 @@ def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) ->
     with progress_bar("drain", as_json=answer.as_json) as watch:
         drained = drain_run(settings, deadline_s, watch, report_forecast)
     _report_drain(answer, settings, drained)
-    return {
-        "run": settings.run,
-        "done": [members(owed) for owed in drained.done],
-        "left": [members(owed) for owed in drained.left],
-        "memory_kept": drained.memory_kept,
-        "seconds": drained.seconds,
-        "forecast": forecast,
-    }
+    return _document_of(settings.run, drained, forecast)
 
 
-def _holds_images(reader: RunReader, answer: CommandOutput) -> bool:
-    """Return whether host memory holds an image, without locking it; ends the command where a trainer is alive."""
-    owner = reader.owner()
-    if owner is not None:
-        refuse(
-            f"drain: a trainer owns run {reader.run!r} ({owner}) and flushes its memory itself; nothing was done"
-        )
-    memory = reader.memory()
-    if memory.error is not None:
-        refuse(f"drain: host memory cannot be read: {memory.error}")
-    for problem in memory.damaged:
-        answer.problem(f"host memory holds a damaged image: {problem}")
-    return bool(memory.copies)
+def _document_of(run: str, drained: DrainResult, forecast: Sequence[str] = ()) -> dict[str, Any]:
+    found = members(drained, "done", "left", "memory_kept", "seconds")
+    return {"run": run, **found, "forecast": list(forecast)}
 
 
-def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
+def _report_empty(facts: RunFacts, answer: CommandOutput) -> None:
     """Report the copies that are owed from another tier: only a trainer's attempt may make those."""
-    listings = reader.list()
-    silent = commands.unread(listings)
-    left = [owed for owed in find_owed(reader.config, listings) if owed.tier not in silent]
-    answer.note_unread(silent)
-    answer.document = {
-        "run": reader.run,
-        "done": [],
-        "left": [members(owed) for owed in left],
-        "memory_kept": False,
-        "seconds": 0.0,
-        "forecast": [],
-    }
-    answer.show(f"run {reader.run}: nothing is in host memory{of_this_user(reader.config)}")
-    for owed in left:
-        answer.show(f"still owed from another tier: {owed}")
+    answer.note_unread(facts.unread)
+    owed = find_owed(facts.config, facts.listings)
+    left = tuple(each for each in owed if each.tier not in facts.unread)
+    answer.document = _document_of(facts.run, DrainResult(left=left))
+    answer.show(
+        f"run {facts.run}: nothing is in host memory{of_this_user(facts.config)}",
+        *(f"still owed from another tier: {each}" for each in left),
+    )
     if left:
         answer.show(
             "drain flushes only what is in memory: the next start of the trainer makes these"
@@ -441,12 +450,11 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.problem(problem)
 
 
-def drain_all(asked: Asked, deadline_s: float | None) -> None:
+def _drain_runs(answer: CommandOutput, deadline_s: float | None) -> None:
     """Drain every run that has left images in this node's memory, by the file that its memory notes."""
     began = time.monotonic()
-    answer = CommandOutput(asked.as_json)
     drained: list[dict[str, Any]] = []
-    for held in _left_by_runs(answer, load_settings_if_any(asked, doing="drain")):
+    for held in _left_by_runs(answer, load_settings_if_any(answer.asked, doing="drain")):
         if not (held.checkpoints or held.problems):
             answer.show(f"{held}: no image in host memory")
             continue
@@ -461,20 +469,17 @@ def drain_all(asked: Asked, deadline_s: float | None) -> None:
         except TierfallError as error:
             answer.problem(f"{held}: {error}")
     answer.document = {"runs": drained}
-    answer.finish()
 
 
-def discard(asked: Asked, every_run: bool) -> None:
+def _discard_runs(answer: CommandOutput, every_run: bool) -> None:
     """Free what a dead run holds in this node's memory, or every one, once its name was typed."""
-    answer = CommandOutput(asked.as_json)
     if every_run:
-        found = _left_by_runs(answer, load_settings_if_any(asked, doing="drain"))
+        found = _left_by_runs(answer, load_settings_if_any(answer.asked, doing="drain"))
     else:
-        settings = load_settings(asked, doing="drain")
+        settings = load_settings(answer.asked, doing="drain")
         found = _left_by_runs(answer, settings, only=run_folder(settings, settings.run))
     freed = [held for held in found if _discard(answer, held)]
     answer.document = {"freed": [held_members(held) for held in freed]}
-    answer.finish()
 
 
 def _left_by_runs(
@@ -509,3 +514,300 @@ def _discard(answer: CommandOutput, held: HeldMemory) -> bool:
         return False
     answer.show(f"{held}: {format_size(held.bytes + held.kept_bytes)} freed")
     return True
+
+
+# verify ----------------------------------------------------------------------------------------------
+
+_OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
+
+
+def verify(
+    answer: CommandOutput, steps: list[StepName] | None, tier: str | None, repair: bool
+) -> None:
+    """Verify every file of every copy, or of those of some steps, and repair what is damaged."""
+    settings = load_settings(answer.asked, doing="verify --repair" if repair else "")
+    check_tier(settings, tier)
+    if repair:
+        why = (
+            " and may delete or write copies meanwhile; nothing was checked. Repair once it has ended; until then "
+            "restores read the good copies"
+        )
+        check_ownerless(settings, "verify --repair", why)
+    owning = owned_reader(settings, "tierfall verify") if repair else RunReader(settings)
+    with owning as reader:
+        facts = RunFacts(reader)
+        listings = facts.listings
+        found = frozenset(facts.find(answer, name, tier, doing="verify").id for name in steps or ())
+        scope = VerifyScope(checkpoints=found or None, tier=tier)
+        total = planned_bytes(listings, scope)
+        repairer = Repairer(reader, listings) if repair else None
+        if repair:
+            facts.warn_if_elsewhere()
+        with progress_bar("verify", as_json=answer.as_json) as watch:
+            report = check_run(reader, listings, scope, Progress(watch, total).add, repairer)
+        report = replace(report, notes=(*report.notes, *record_damage(settings, listings, report)))
+    repairs = None if repairer is None else repairer.repairs
+    _answer_verify(answer, settings, report, repairs)
+
+
+def _answer_verify(
+    answer: CommandOutput,
+    settings: Config,
+    report: RunReport,
+    repairs: Sequence[RepairResult] | None,
+) -> None:
+    for repair in repairs or ():
+        if repair.done:
+            answer.show(f"repaired {_place(repair)}: {repair.why}")
+        else:
+            answer.problem(f"not repaired: {_place(repair)}: {repair.why}")
+    for place, why in report.unread:
+        answer.problem(f"{place} could not be read: {why}")
+    for finding in report.findings:
+        chunk = "" if finding.chunk is None else f", chunk {finding.chunk}"
+        verdict = "not checked" if finding.newer else "damaged"
+        answer.problem(f"{verdict}: {_place(finding)}{chunk}: {finding.problem} ({finding.advice})")
+    good = [copy for copy in report.copies if copy.good]
+    answer.document = {
+        "run": settings.run,
+        "copies": [members(copy, *_OF_COPY) for copy in report.copies],
+        "damage": [members(finding) for finding in report.findings],
+        "unread": [{"place": place, "reason": why} for place, why in report.unread],
+        "notes": list(report.notes),
+        "bytes": sum(copy.bytes for copy in report.copies),
+    }
+    if repairs is not None:
+        answer.document["repairs"] = [members(r) | {"file": r.file or None} for r in repairs]
+    made = table("STEP", "TIER", "CHUNKS", "SIZE", "RESULT", right=("STEP", "CHUNKS", "SIZE"))
+    for copy in sorted(report.copies, key=lambda c: c.id):
+        made.add_row(
+            str(copy.id),
+            copy.tier,
+            str(copy.chunks),
+            format_size(copy.bytes),
+            coloured(_verdict(copy)),
+        )
+    if report.copies:
+        answer.show(made)
+    answer.show(*(f"note: {note}" for note in report.notes))
+    total = format_size(sum(copy.bytes for copy in report.copies))
+    newer = sum(finding.newer for finding in report.findings)
+    damaged = len(report.findings) - newer
+    damage = counted(damaged, "place is", "places are")
+    what = f"{damage} damaged" if damaged else "nothing is damaged"
+    if newer:
+        what += f", {counted(newer, 'file', 'files')} of a newer tierfall could not be checked"
+    copies = counted(len(report.copies), "copy is", "copies are")
+    answer.show(f"run {settings.run}: {len(good)} of {copies} good, {total} read; {what}")
+
+
+def _place(found: RepairResult | Finding) -> str:
+    place = " ".join(str(part) for part in (found.tier, found.id, found.file) if part)
+    attempt = keys.parse_attempt(found.file.rpartition("/")[2])
+    return place if attempt is None else f"{place} (the record of attempt {attempt})"
+
+
+def _verdict(copy: CheckedCopy) -> str:
+    if copy.gone:
+        return "deleted meanwhile"
+    if any(not damage.newer for damage in copy.damage):
+        return "DAMAGED"
+    if copy.damage:
+        return "could not be checked"
+    return "good" if copy.error is None else "could not be read"
+
+
+# copy ------------------------------------------------------------------------------------------------
+
+
+def copy(answer: CommandOutput, steps: list[StepName], to: str) -> None:
+    """Copy steps to a tier that does not hold them, one after the other."""
+    settings = load_settings(answer.asked, doing="copy")
+    check_tier(settings, to)
+    if to == settings.host.name:
+        refuse(
+            f"copy: {to} is memory, which only the trainer writes; name another tier", Exit.USAGE
+        )
+    why = (
+        " and flushes by the rules of the file; nothing was copied. Copy once it has ended, or start it with another "
+        "flush: {every: ...} for that tier"
+    )
+    check_ownerless(settings, "copy", why)
+    facts = RunFacts.read(settings)
+    found = [find_certain(answer, facts, name, None, doing="copy").id for name in steps]
+    facts.warn_if_elsewhere()
+    documents = []
+    for id in dict.fromkeys(found):
+        try:
+            with (
+                naming_unread_tiers(answer, facts),
+                progress_bar(f"copy {id}", as_json=answer.as_json) as watch,
+            ):
+                copied = sync.copy(settings, id, to, watch)
+        except CommandRefused as refusal:
+            if len(set(found)) == 1:
+                raise
+            answer.problems = refusal.problems
+            continue
+        documents.append({"run": settings.run, **members(copied)})
+        size = format_size(copied.bytes)
+        if copied.already:
+            answer.show(f"{to} holds {id} already, and it is good ({size} read)")
+        else:
+            sources = ", ".join(copied.sources)
+            answer.show(f"copied {id} from {sources} to {to}, which did not hold it ({size})")
+        if copied.decided:
+            answer.show(f"decided by the lists of other tiers: {', '.join(copied.decided)}")
+        answer.show(*(f"note: {note}" for note in copied.notes))
+    answer.document = document_of(settings.run, documents)
+
+
+# Tiers that could not be read ----------------------------------------------------------------------
+
+
+def find_certain(
+    answer: CommandOutput,
+    facts: RunFacts,
+    name: StepName,
+    tier: str | None,
+    *,
+    doing: str,
+) -> KnownCheckpoint:
+    """Find the checkpoint that STEP names, and report the tiers that could not be read.
+
+    Ends the command where it is absent, and where STEP names no attempt and an unread tier may hold that step of a
+    newer attempt: the one that was found may be abandoned.
+    """
+    found = facts.find(answer, name, tier, doing=doing)
+    if tier is not None:
+        return found
+    silent = facts.unread
+    answer.note_unread(silent)
+    if silent and name.attempt is None and _may_be_newer(facts, found.id):
+        choice = f"name it {found.id}" + (", or a tier by --tier" if doing == "export" else "")
+        answer.refuse(
+            f"{doing}: a newer attempt than that of {found.id} may have saved step {found.id.step} too, on "
+            f"{', '.join(silent)}: if {found.id} is meant, {choice}"
+        )
+    return found
+
+
+def _may_be_newer(facts: RunFacts, id: CheckpointId) -> bool:
+    """Whether a later attempt may have saved the checkpoint's step again: one exists, and is not known to have started
+    at that step or above."""
+    listings = facts.listings
+    numbers = {n for listing in listings for n in listing.attempts} | {
+        c.id.attempt for c in facts.known
+    }
+    begun = {start.attempt: start.step for start in starts_in(listings) if not start.passed_over}
+    newest = max(numbers, default=id.attempt)
+    return any(begun.get(n, -1) < id.step for n in range(id.attempt + 1, newest + 1))
+
+
+@contextmanager
+def naming_unread_tiers(
+    answer: CommandOutput, facts: RunFacts, gone: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
+    """End the command where the block raises; where no copy was good, name the unread tiers that may hold a good one.
+
+    ``gone`` returns a message if the copies were deleted meanwhile; it is called where no good copy was found.
+    """
+    silent = ", ".join(facts.unread)
+    try:
+        yield
+    except IntegrityError as error:
+        if dropped := gone():
+            answer.refuse(dropped)
+        more = f"; {silent} could not be read and may hold a good copy" if silent else ""
+        answer.refuse(f"{error}{more}")
+    except TierfallError as error:
+        answer.refuse(error, code_of(error))
+
+
+# export --------------------------------------------------------------------------------------------
+
+
+def export(
+    answer: CommandOutput,
+    step: StepName,
+    to: Path,
+    format: ExportFormat | None,
+    only: list[str] | None,
+    max_shard: int | None,
+    dtype: ExportDtype | None,
+    beside: list[Path] | None,
+    tier: str | None,
+    force: bool,
+) -> None:
+    """Write a step as one file, as shards, or as a DCP folder."""
+    to = to.expanduser()
+    wish = ExportOptions(
+        to=to,
+        format=format_of(to, format),
+        only=tuple(only or ()),
+        replace=force,
+        max_shard_bytes=max_shard,
+        dtype=None if dtype is None else DTYPES[dtype],
+        beside=tuple(path.expanduser() for path in beside or ()),
+    )
+    settings = load_settings(answer.asked)
+    check_tier(settings, tier)
+    with RunReader(settings) as reader:
+        facts = RunFacts(reader)
+        checkpoint = find_certain(answer, facts, step, tier, doing="export")
+        held = [listing.tier for listing in facts.listings if listing.tier in checkpoint.copies]
+        tiers = [name for name in held if tier in (None, name)]
+        with (
+            naming_unread_tiers(answer, facts, lambda: _dropped(reader, checkpoint.id, tiers)),
+            progress_bar("export", as_json=answer.as_json) as watch,
+        ):
+            exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch)
+    answer.document = {"run": settings.run, **members(exported)}
+    tensors = counted(exported.tensors, "tensor", "tensors")
+    answer.show(
+        f"exported {exported.id} from {', '.join(exported.sources)} to {exported.path}: {tensors}, "
+        f"{format_size(exported.bytes)}",
+        *(f"skipped: {f.what}: {f.reason}" for f in exported.fallbacks),
+        *(f"note: {note}" for note in exported.notes),
+    )
+
+
+def _dropped(reader: RunReader, id: CheckpointId, tiers: Sequence[str]) -> str:
+    """Return a message if no tier that held the checkpoint has a commit record of it any more, else an empty text."""
+    again = [listing for listing in reader.list() if listing.tier in tiers]
+    if any(listing.error is not None or listing.copy(id) is not None for listing in again):
+        return ""
+    return f"export: {id} was deleted while it was read"
+
+
+# import --------------------------------------------------------------------------------------------
+
+
+def import_(answer: CommandOutput, path: Path, as_step: int, entry: str | None) -> None:
+    """Save what another program wrote as a step of the run, on all of its stored tiers."""
+    from tierfall.imports.importer import import_state, read_state
+
+    settings = load_settings(answer.asked, doing="import")
+    if entry is not None and not entry.isidentifier():
+        refuse(f"import: --entry {entry!r}: expected a name, such as model", Exit.USAGE)
+    read = read_state(path.expanduser(), entry)
+    why = "; nothing was imported. Import once it has ended, or into another run by --run"
+    check_ownerless(settings, "import", why)
+    with RunReader(settings) as reader:
+        new = reader.list_with_new()[1]
+    with progress_bar("import", as_json=answer.as_json) as watch:
+        imported = import_state(settings, read, as_step, watch)
+    answer.document = {"run": settings.run, "path": str(path), **members(imported)}
+    answer.show(
+        f"imported {path} ({imported.format}) as {imported.id} to {', '.join(imported.tiers)}: "
+        f"{counted(imported.tensors, 'tensor', 'tensors')}, {format_size(imported.bytes)}",
+        f"entries of the state: {', '.join(imported.entries)}",
+    )
+    for tier in (tier for tier in new if tier in imported.tiers):
+        answer.show(f"{tier}: it was not created yet; the import has created it")
+    answer.show(*(f"note: {note}" for note in imported.notes))
+    if imported.left:
+        answer.problem(
+            f"import: {imported.id} is not on {', '.join(imported.left)} yet: the next start of the trainer copies it, "
+            f"or tierfall copy {imported.id} --to TIER"
+        )

@@ -1,4 +1,5 @@
-"""What all commands share beside their arguments: the configuration, finding steps, output and the progress bar.
+"""What all commands share beside their arguments: output and the progress bar; the configuration, and ``RunFacts``, one
+listing of all tiers of a run.
 
 A command prints its output once, at the end: tables and sentences for a person, or one JSON document and nothing else
 on stdout. Each problem is one line on stderr. With ``--json`` there is always a document, whatever the error.
@@ -7,25 +8,22 @@ on stdout. Each problem is one line on stderr. With ``--json`` there is always a
 from __future__ import annotations
 
 import io
+import logging
 import re
 import shutil
+import socket
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -42,17 +40,29 @@ from tierfall.cli.usage import (
 )
 from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.records import Attempt
+from tierfall.core.format.catalog import KnownCheckpoint, merge, to_view
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import ConfigError, StepError, TierfallError
 from tierfall.core.types.text import format_some, hint_at, members
-from tierfall.core.types.units import format_duration
-from tierfall.core.types.values import CheckpointId
-from tierfall.ops.commands import Watch, find, restorable, unread, without_good_copy
-from tierfall.ops.reader import config_of_place, find_runs
+from tierfall.core.types.units import format_duration, format_size
+from tierfall.core.types.values import CheckpointId, CopyState, TierKind
+from tierfall.core.types.view import Decision, Verdict, View
+from tierfall.ops.commands import (
+    Watch,
+    find,
+    restorable,
+    unread,
+    view_of,
+    without_good_copy,
+)
+from tierfall.ops.reader import RunReader, config_of_place, find_owner_of, find_runs
+from tierfall.policies.forecast import loss_bounds, peer_survival
+from tierfall.policies.retention import plan_retention
 from tierfall.setup.places import seen_by_one
-from tierfall.telemetry.reports import format_unread
+from tierfall.setup.start import newest_attempt
+from tierfall.setup.tiers import tier_rules
+from tierfall.telemetry.figures import Statistics
+from tierfall.telemetry.reports import CheckpointInfo, CopyInfo, format_unread
 
 T = TypeVar("T")
 Part = Table | Text | str
@@ -70,7 +80,213 @@ _STYLES = {
     "arriving": "cyan",
 }
 """Colours of the states that need attention. Rich applies them on a terminal, and honours NO_COLOR and FORCE_COLOR."""
-_STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
+_STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?![^\s,])")
+
+
+def of_this_user(settings: Config) -> str:
+    """Return whose host memory a command has seen, to append to its name: the default folder is that of one user."""
+    return "" if settings.host.folder else " of this user"
+
+
+@dataclass(slots=True)
+class CommandOutput:
+    """Collects the output of a command, as tables and text or as a document; any problem makes it exit with
+    COULD_NOT."""
+
+    asked: Asked
+    document: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    _shown: list[Part] = field(default_factory=list)
+
+    @property
+    def as_json(self) -> bool:
+        return self.asked.as_json
+
+    def show(self, *parts: Part) -> None:
+        """Add tables and lines for a person, in order."""
+        self._shown.extend(parts)
+
+    def problem(self, message: object) -> None:
+        self.problems.append(str(message))
+
+    def note_unread(self, unread: Mapping[str, TierfallError]) -> None:
+        """Report each tier that could not be read, once."""
+        for tier, error in unread.items():
+            line = f"tier {tier} could not be read: {error}"
+            if line not in self.problems:
+                self.problem(line)
+
+    def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
+        """End the command with the problems so far and one more."""
+        raise CommandRefused([*self.problems, str(message)], code)
+
+    def finish(self) -> None:
+        """Print everything; problems end the command."""
+        if not self.as_json:
+            _print(self._shown)
+        if self.problems:
+            raise CommandRefused(self.problems, document=self.document)
+        if self.as_json:
+            print_out(to_document(self.document, [], indent=2) + "\n")
+
+
+def document_of(run: str, of_steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the document of one step as it is; those of several as ``steps``."""
+    return of_steps[0] if len(of_steps) == 1 else {"run": run, "steps": list(of_steps)}
+
+
+def screen_width() -> int:
+    """Return the columns that a line may have: those of the terminal; a file or a pipe has no limit."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
+
+
+def _print(parts: Iterable[Part]) -> None:
+    """Print for a person. A terminal gets lines that end between words; a file or a pipe gets no line breaks by width,
+    and no spaces at the ends of lines."""
+    at_terminal = sys.stdout.isatty()
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=at_terminal or None,  # None: FORCE_COLOR decides
+        width=screen_width(),
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=True,
+    )
+    with console.capture() as capture:
+        for part in parts:
+            console.print(_wrapped(part, console.width) if isinstance(part, str) else part)
+    text = capture.get()
+    print_out(text if at_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(
+        textwrap.fill(
+            line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in text.split("\n")
+    )
+
+
+def coloured(state: str) -> Text:
+    """Return the state of a copy in its colour."""
+    found = _STATE.match(state)
+    return Text(state, style=_STYLES[found[0]] if found else "")
+
+
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """Return a table without rules; the columns in ``right`` are aligned to the right."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def checkpoints_table(
+    shown: Sequence[CheckpointInfo],
+    tiers: Sequence[str],
+    metrics: Sequence[str],
+    *,
+    now_s: float,
+    unread: Collection[str] = (),
+    writing: Collection[tuple[int, int, str]] = (),
+) -> Text:
+    """Return a table of checkpoints with a column for the state on each tier, for each metric and for remarks; with one
+    column for all tiers if it would be wider than the terminal. ``unread`` are tiers that could not be read,
+    ``writing`` the copies in progress, as step, attempt and tier."""
+
+    def state(one: CheckpointInfo, tier: str) -> str:
+        found = "?" if tier in unread else one.on(tier)
+        is_arriving = found == "owed" and (one.step, one.attempt, tier) in writing
+        return str(CopyState.ARRIVING) if is_arriving else found
+
+    narrow_head, wide_head = ("STEP", "AGE", "SIZE", "COPIES"), ("STEP", "AGE", "SIZE", *tiers)
+    wide, narrow = [], []
+    for one in shown:
+        age = cell(one.wall_time_s, lambda at: rough_duration(max(0.0, now_s - at)))
+        head = (f"{one.step}@{one.attempt}", age, format_size(one.bytes))
+        states = {tier: state(one, tier) for tier in tiers}
+        values = {name: format_metric(one.metrics.get(name)) for name in metrics}
+        remarks = ", ".join(one.remarks)
+        wide.append((*head, *states.values(), *values.values(), remarks))
+        copies = [
+            tier if found == CopyState.COMMITTED else f"{tier} {found}"
+            for tier, found in states.items()
+            if found != "-"
+        ]
+        told = [*(f"{name} {value}" for name, value in values.items() if value), remarks]
+        narrow.append((*head, ", ".join(copies), ", ".join(filter(None, told))))
+    right = {"STEP", "AGE", "SIZE", *metrics}
+    drawn = _aligned((*wide_head, *metrics, REMARKS), wide, right)
+    if max(map(len, drawn)) > screen_width():
+        drawn = _aligned((*narrow_head, REMARKS), narrow, right)
+    text = Text(_wrapped("\n".join(drawn), screen_width()))
+    text.stylize("bold", 0, len(drawn[0]))
+    text.highlight_regex(_STATE, lambda state: _STYLES[state])
+    return text
+
+
+def _aligned(
+    names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]
+) -> list[str]:
+    """Return the lines of a table, without columns that are empty: not a Table, as rich takes a second for a thousand
+    rows."""
+    columns = [(name, *cells) for name, *cells in zip(names, *rows, strict=True) if any(cells)]
+    padded = []
+    for column in columns:
+        pad, width = str.rjust if column[0] in right else str.ljust, max(map(len, column))
+        padded.append([pad(cell, width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
+
+
+def cell(value: T | None, format: Callable[[T], str]) -> str:
+    """Format a cell of a table; ``-`` where the value is not known."""
+    return "-" if value is None else format(value)
+
+
+def format_metric(value: float | str | None) -> str:
+    """Format a metric with four digits; nothing if a checkpoint lacks it."""
+    return "" if value is None else f"{float(f'{float(value):.4g}'):g}"
+
+
+def rough_duration(seconds: float) -> str:
+    """Format a time in its largest unit: ``5 h``."""
+    return " ".join(format_duration(round(seconds)).split()[:2])
+
+
+def watched(as_json: bool) -> bool:
+    """Whether to show progress: stdout is a terminal, and no JSON is requested."""
+    return not as_json and sys.stdout.isatty()
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """Format a count with its noun: ``1 copy``, ``2 copies``."""
+    return f"{count} {one if count == 1 else many}"
+
+
+def with_tier(tier: str, error: object) -> str:
+    """Prefix an error with its tier, which many messages name by themselves."""
+    return f"tier {tier}: {str(error).removeprefix(f'{tier}: ')}"
+
+
+def describe_new(tier: str, place: str) -> str:
+    """Format a tier whose folder no run has used."""
+    return f"{tier}: {place} is not created yet: the first training creates it"
+
+
+@contextmanager
+def progress_bar(label: str, *, as_json: bool) -> Iterator[Watch]:
+    """Show a progress bar with rate and time left, if a person is watching; give what moves it, from any thread."""
+    columns = (*Progress.get_default_columns(), TransferSpeedColumn())
+    with Progress(*columns, transient=True, disable=not watched(as_json)) as progress:
+        task = progress.add_task(label, total=0)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+# What is read of a run ------------------------------------------------------------------------------
+
+logger = logging.getLogger("tierfall")
 
 
 def load_settings(asked: Asked, *, doing: str = "") -> Config:
@@ -117,76 +333,190 @@ def name_other_runs(settings: Config) -> str:
     return format_unread(unread) + others
 
 
-def of_this_user(settings: Config) -> str:
-    """Return whose host memory a command has seen, to append to its name: the default folder is that of one user."""
-    return "" if settings.host.folder else " of this user"
+def check_tier(settings: Config, tier: str | None) -> None:
+    """End the command where no tier has that name."""
+    known = [t.name for t in settings.chain]
+    if tier is not None and tier not in known:
+        hint = hint_at(tier, known)
+        refuse(f"no tier is named {tier!r}; there are {', '.join(known)}{hint}", Exit.USAGE)
 
 
-@dataclass(slots=True)
-class CommandOutput:
-    """Collects the output of a command, as tables and text or as a document; any problem makes it exit with
-    COULD_NOT."""
+def check_ownerless(settings: Config, doing: str, why: str) -> None:
+    """End a command that must not run beside a trainer, if one owns the run on this machine."""
+    if (owner := find_owner_of(settings)) is not None:
+        refuse(f"{doing}: a trainer owns run {settings.run!r} ({owner}){why}")
 
-    as_json: bool
-    document: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    _shown: list[Part] = field(default_factory=list)
 
-    def show(self, *parts: Part) -> None:
-        """Add tables and lines for a person, in order."""
-        self._shown.extend(parts)
+def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
+    return None if owner is None else members(owner, "pid", "node", "since_wall_s")
 
-    def problem(self, message: object) -> None:
-        self.problems.append(str(message))
 
-    def note_unread(self, unread: Mapping[str, TierfallError]) -> None:
-        """Report each tier that could not be read, once."""
-        for tier, error in unread.items():
-            line = f"tier {tier} could not be read: {error}"
-            if line not in self.problems:
-                self.problem(line)
+class RunFacts:
+    """One listing of all tiers of a run, at ``wall_time_s``. Tiers that are ``not_created`` yet are empty. ``owner`` is
+    the living trainer on this machine, ``newest_attempt`` the record of the newest start; None: not known."""
 
-    def note_newer(self, listings: Sequence[Listing], newest: CheckpointId | None) -> None:
+    def __init__(self, reader: RunReader) -> None:
+        self.run, self.config = reader.run, reader.config
+        self.listings, self.not_created = reader.list_with_new()
+        try:
+            found = newest_attempt(self.listings, reader.stores)
+        except TierfallError as error:
+            logger.debug("the record of the newest attempt could not be read: %s", error)
+            found = None
+        self.newest_attempt = found and found[0]
+        self.owner = reader.owner()
+        self.wall_time_s = time.time()
+        self.known = merge(self.listings)
+        self.by_id = {c.id: c for c in self.known}
+        self.unread = unread(self.listings)
+
+    @classmethod
+    def read(cls, settings: Config) -> Self:
+        with RunReader(settings) as reader:
+            return cls(reader)
+
+    @cached_property
+    def newest(self) -> CheckpointId | None:
+        """The newest checkpoint that can be restored."""
+        return next(iter(restorable(self.known)), None)
+
+    @cached_property
+    def view(self) -> View:
+        """What the policies decide on."""
+        return view_of(self.config, self.known)
+
+    @cached_property
+    def safety(self) -> View:
+        """``view`` with the read-only tiers, whose copies survive losses, too."""
+        rules = tier_rules(self.config, read_too=True)
+        return to_view(rules, self.known, wall_time_s=self.wall_time_s)
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """The figures that a listing gives. ``peer_survival`` is of the time at which the newest checkpoint in peer
+        memory was committed; None if this node has nothing there that it saved."""
+        start, safety = self.newest_attempt, self.safety
+        survival = None
+        if self.config.peers is not None and start is not None and start.node_losses is not None:
+            survival = peer_survival(safety, start.number, start.node_losses)
+        return Statistics(
+            checkpoints={listing.tier: len(listing.copies) for listing in self.listings},
+            used_bytes={listing.tier: listing.used_bytes for listing in self.listings},
+            capacity_bytes={tier.name: tier.capacity_bytes for tier in safety.tiers},
+            loss_bound=loss_bounds(safety),
+            peer_survival=survival,
+        )
+
+    @cached_property
+    def checkpoints(self) -> dict[CheckpointId, CheckpointInfo]:
+        """Every checkpoint, and every unfinished one, oldest first."""
+        unfinished = {id for listing in self.listings for id in listing.unfinished}
+        owed = {c.id: c.owed - self.unread.keys() for c in self.view.checkpoints}
+        return {
+            id: self._info(id, owed.get(id, frozenset()))
+            for id in sorted({*self.by_id, *unfinished})
+        }
+
+    def _info(self, id: CheckpointId, owed: frozenset[str]) -> CheckpointInfo:
+        state = str(CopyState.ARRIVING) if self.owner else "unfinished"
+        begun = {
+            listing.tier: CopyInfo(state=state, bytes=listing.unfinished[id])
+            for listing in self.listings
+            if id in listing.unfinished
+        }
+        known = self.by_id.get(id)
+        if known is None:
+            most = max(copy.bytes for copy in begun.values())
+            return CheckpointInfo(step=id.step, attempt=id.attempt, bytes=most, copies=begun)
+        held = {
+            tier: CopyInfo(
+                state=copy.label,
+                bytes=copy.bytes,
+                damage=None if copy.damage is None else str(copy.damage),
+            )
+            for tier, copy in known.copies.items()
+        }
+        line = known.commit.lineage if known.commit else None
+        return CheckpointInfo(
+            step=id.step,
+            attempt=id.attempt,
+            ordinal=line.ordinal if line else None,
+            started_from=line.started_from if line else None,
+            bytes=known.bytes,
+            wall_time_s=known.wall_time_s,
+            pinned=known.pinned,
+            abandoned=known.abandoned,
+            deleted=known.deleted,
+            tags=tuple(sorted(known.tags)),
+            metrics=known.metrics,
+            copies=begun | held,
+            owed=tuple(tier.name for tier in self.view.tiers if tier.name in owed),
+        )
+
+    def decision(self, tier: str, id: CheckpointId) -> Decision:
+        """Return what retention decides about a copy, with the reason."""
+        rules = next((rules for rules in self.view.tiers if rules.name == tier), None)
+        if rules is None:
+            reason = "the tier is read-only: nothing is deleted there"
+        elif rules.kind is TierKind.HOST:
+            newest = max((c.id for c in self.view.on(tier) if c.live), default=None)
+            reason = "until a save needs its room; the oldest is evicted first"
+            if newest == id:
+                reason = "the newest in memory is always kept"
+        elif decided := [d for d in plan_retention(self.view, tier) if d.checkpoint == id]:
+            return decided[0]
+        else:
+            reason = f"no rule deletes it: {self.by_id[id].copies[tier].damage}"
+        return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
+
+    # What ends a command, or is told beside its answer -----------------------------------------------
+
+    @property
+    def problems(self) -> Iterator[str]:
+        """What is damaged, and what could not be read."""
+        for listing in self.listings:
+            tier = listing.tier
+            if listing.error is not None:
+                yield f"tier {tier} could not be read: {listing.error}"
+            yield from (f"tier {tier} holds a damaged file: {error}" for error in listing.damaged)
+            for copy in listing.copies:
+                if copy.damage is not None:
+                    what = "could not be read" if copy.unread else "is damaged"
+                    why = str(copy.damage).removeprefix(f"{tier}: ")
+                    why = why.removeprefix(f"{copy.id} was found damaged: ")  # by the tier's list
+                    yield f"{copy.id} {what} on tier {tier}: {why}"
+
+    def note_newer(self, answer: CommandOutput, newest: CheckpointId | None) -> None:
         """Report the checkpoints after ``newest``, which can be restored, of which no tier has a good copy."""
-        for id, why in sorted(without_good_copy(listings).items()):
+        for id, why in sorted(without_good_copy(self.known).items()):
             if newest is None or id > newest:
-                self.problem(f"{id} is newer, and {why}")
+                answer.problem(f"{id} is newer, and {why}")
 
-    def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
-        """End the command with the problems so far and one more."""
-        raise CommandRefused([*self.problems, str(message)], code)
+    def warn_if_elsewhere(self) -> None:
+        """Warn if the newest attempt is of another node: whether its trainer is alive cannot be known here."""
+        start = self.newest_attempt
+        if start is not None and start.node != socket.gethostname():
+            print_problem(
+                f"the newest attempt, {start.number}, was started on {start.node}; whether its trainer is alive cannot "
+                "be seen from this machine"
+            )
 
-    def finish(self) -> None:
-        """Print everything; problems end the command."""
-        if not self.as_json:
-            _print(self._shown)
-        if self.problems:
-            raise CommandRefused(self.problems, document=self.document)
-        if self.as_json:
-            print_out(to_document(self.document, [], indent=2) + "\n")
-
-
-def find_step(
-    answer: CommandOutput,
-    listings: Sequence[Listing],
-    name: StepName,
-    tier: str | None = None,
-    *,
-    doing: str,
-) -> KnownCheckpoint:
-    """Find the checkpoint that STEP names, on ``tier`` if one is given; if it is not there, end the command and name
-    the tiers that could not be read."""
-    known = [c for c in merge(listings) if tier is None or tier in c.copies]
-    silent = unread([listing for listing in listings if tier in (None, listing.tier)])
-    try:
-        if name.step is not None:
-            return find(known, name.step, name.attempt, doing=doing, unread=silent)
-        found = _find_latest(known, silent, doing)
-    except StepError as error:
-        answer.note_unread(silent)
-        answer.refuse(error)
-    answer.note_newer(listings, found.id)
-    return found
+    def find(
+        self, answer: CommandOutput, name: StepName, tier: str | None = None, *, doing: str
+    ) -> KnownCheckpoint:
+        """Find the checkpoint that STEP names, on ``tier`` if one is given; if it is not there, end the command and
+        name the tiers that could not be read."""
+        known = [c for c in self.known if tier is None or tier in c.copies]
+        silent = {name: error for name, error in self.unread.items() if tier in (None, name)}
+        try:
+            if name.step is not None:
+                return find(known, name.step, name.attempt, doing=doing, unread=silent)
+            found = _find_latest(known, silent, doing)
+        except StepError as error:
+            answer.note_unread(silent)
+            answer.refuse(error)
+        self.note_newer(answer, found.id)
+        return found
 
 
 def _find_latest(
@@ -201,174 +531,3 @@ def _find_latest(
     if not newest:
         raise StepError(f"{doing}: the run has no step that can be restored")
     return next(c for c in known if c.id == newest[0])
-
-
-def check_tier(settings: Config, tier: str | None) -> None:
-    """End the command where no tier has that name."""
-    known = [t.name for t in settings.chain]
-    if tier is not None and tier not in known:
-        hint = hint_at(tier, known)
-        refuse(f"no tier is named {tier!r}; there are {', '.join(known)}{hint}", Exit.USAGE)
-
-
-def document_of(run: str, of_steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the document of one step as it is; those of several as ``steps``."""
-    return of_steps[0] if len(of_steps) == 1 else {"run": run, "steps": list(of_steps)}
-
-
-def screen_width() -> int:
-    """Return the columns that a line may have: those of the terminal; a file or a pipe has no limit."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
-
-
-def _print(parts: Iterable[Part]) -> None:
-    """Print for a person. A terminal gets lines that end between words; a file or a pipe gets no line breaks by width,
-    and no spaces at the ends of lines."""
-    at_terminal = sys.stdout.isatty()
-    console = Console(
-        file=io.StringIO(),
-        force_terminal=at_terminal or None,  # None: FORCE_COLOR decides
-        width=screen_width(),
-        markup=False,
-        highlight=False,
-        emoji=False,
-        soft_wrap=True,
-    )
-    with console.capture() as capture:
-        for part in parts:
-            console.print(_wrapped(part, console.width) if isinstance(part, str) else part)
-    text = capture.get()
-    print_out(text if at_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE))
-
-
-def _wrapped(text: str, width: int) -> str:
-    return "\n".join(
-        textwrap.fill(
-            line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        )
-        for line in text.split("\n")
-    )
-
-
-def coloured(state: str, *, before: str = "") -> Text:
-    """Return the state of a copy in its colour."""
-    found = _STATE.match(state)
-    return Text(before).append(state, style=_STYLES[found[0]] if found else "")
-
-
-def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """Return a table without rules; the columns in ``right`` are aligned to the right."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
-
-
-def copies_table(
-    head: Sequence[str],
-    tiers: Sequence[str],
-    tail: Sequence[str],
-    rows: Sequence[tuple[Sequence[str], Mapping[str, str], Sequence[str]]],
-) -> Table | Text:
-    """Return a table of checkpoints with a column for the state on each tier, between the columns ``head`` and those of
-    ``tail`` that are not empty; with one column for all tiers if it would be wider than the terminal."""
-    used = [place for place in range(len(tail)) if any(last[place] for _, _, last in rows)]
-    right = {*head, *tail} - {REMARKS}
-    columns = (*head, *tiers, *(tail[place] for place in used))
-    lines = [
-        columns,
-        *(
-            (*first, *(states[t] for t in tiers), *(last[place] for place in used))
-            for first, states, last in rows
-        ),
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    if sum(widths) + 2 * len(widths) - 2 <= screen_width():
-        # Not a Table: rich takes a second for a thousand rows.
-        pads = [str.rjust if name in right else str.ljust for name in columns]
-        padded = (map(lambda pad, text, n: pad(text, n), pads, line, widths) for line in lines)
-        drawn = Text("\n".join("  ".join(cells).rstrip() for cells in padded))
-        drawn.stylize("bold", 0, len(drawn.plain.partition("\n")[0]))
-        drawn.highlight_regex(_STATE, lambda state: _STYLES[state])
-        return drawn
-    narrow = table(*head, "COPIES", *([REMARKS] if used else []), right=right)
-    for column in narrow.columns[: len(head)]:
-        column.no_wrap = True
-    for first, states, last in rows:
-        copies = [
-            Text(tier) if state == "committed" else coloured(state, before=f"{tier} ")
-            for tier, state in states.items()
-            if state != "-"
-        ]
-        remarks = [
-            value if name == REMARKS else f"{name} {value}"
-            for name, value in zip(tail, last, strict=True)
-            if value
-        ]
-        shown = [", ".join(remarks)] if used else []
-        narrow.add_row(*first, Text(", ").join(copies), *shown)
-    return narrow
-
-
-def cell(value: T | None, format: Callable[[T], str]) -> str:
-    """Format a cell of a table; ``-`` where the value is not known."""
-    return "-" if value is None else format(value)
-
-
-def format_metric(value: float | str | None) -> str:
-    """Format a metric with four digits; nothing if a checkpoint lacks it."""
-    return "" if value is None else f"{float(f'{float(value):.4g}'):g}"
-
-
-def rough_duration(seconds: float) -> str:
-    """Format a time in its largest unit: ``5 h``."""
-    return " ".join(format_duration(round(seconds)).split()[:2])
-
-
-def watched(as_json: bool) -> bool:
-    """Whether to show progress: stdout is a terminal, and no JSON is requested."""
-    return not as_json and sys.stdout.isatty()
-
-
-def counted(count: int, one: str, many: str) -> str:
-    """Format a count with its noun: ``1 copy``, ``2 copies``."""
-    return f"{count} {one if count == 1 else many}"
-
-
-def with_tier(tier: str, error: object) -> str:
-    """Prefix an error with its tier, which many messages name by themselves."""
-    return f"tier {tier}: {str(error).removeprefix(f'{tier}: ')}"
-
-
-def describe_new(tier: str, place: str) -> str:
-    """Format a tier whose folder no run has used."""
-    return f"{tier}: {place} is not created yet: the first training creates it"
-
-
-def warn_of(elsewhere: Attempt | None) -> None:
-    """Warn where the newest attempt is of another node: whether its trainer is alive cannot be known here."""
-    if elsewhere is not None:
-        print_problem(
-            f"the newest attempt, {elsewhere.number}, was started on {elsewhere.node}; whether its trainer is alive "
-            "cannot be seen from this machine"
-        )
-
-
-def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
-    return None if owner is None else members(owner, "pid", "node", "since_wall_s")
-
-
-@contextmanager
-def progress_bar(label: str, *, as_json: bool) -> Iterator[Watch]:
-    """Show a progress bar with rate and time left, if a person is watching; give what moves it, from any thread."""
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        transient=True,
-        disable=not watched(as_json),
-    ) as progress:
-        task = progress.add_task(label, total=0)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

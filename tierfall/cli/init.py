@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TypeVar
 import typer
 import yaml
 
-from tierfall.cli.usage import Exit, at_terminal, parser_of, print_out, refuse, to_document
+from tierfall.cli.usage import Asked, Exit, at_terminal, parser_of, print_out, refuse, to_document
 from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address, parse_every
 from tierfall.core.types.errors import BackendError, ConfigError
@@ -34,9 +34,9 @@ CHECK_IMAGE, CHECK_STEP = "1GiB", "1s"
 
 
 def init(
+    asked: Asked,
     file: Path,
-    *,
-    disks: list[str] | None,
+    disk: list[str] | None,
     far: str | None,
     parameters: int | None,
     ranks: int,
@@ -45,7 +45,6 @@ def init(
     run: str | None,
     yes: bool,
     force: bool,
-    as_json: bool,
 ) -> None:
     """Ask for what no option says, and write the file. ``far`` is empty: none; ``parameters`` is 0: unknown."""
     if file.is_dir():
@@ -54,40 +53,19 @@ def init(
         refuse(f"init: {file}: there is no folder {file.parent}; create it first", Exit.USAGE)
     if file.exists() and not force:
         refuse(f"init: {file} exists; --force replaces it", Exit.USAGE)
-    asking = not yes and not as_json and at_terminal()
+    asking = not yes and not asked.as_json and at_terminal()
 
-    def answer(
-        given: T | None,
-        text: str,
-        default: str,
-        parse: Callable[[str], T],
-        check: Callable[[T], object] = lambda value: None,
-    ) -> T:
-        def read(typed: str) -> T:
-            check(value := parse(typed))
-            return value
-
+    def answer(given: T | None, text: str, default: str, parse: Callable[[str], T]) -> T:
         if given is not None:
             return given
         if not asking:
             return parse(default)
-        answered: T = typer.prompt(text, default=default, value_proc=parser_of(read))
+        answered: T = typer.prompt(text, default=default, value_proc=parser_of(parse))
         return answered
 
-    places = answer(
-        disks,
-        "Folders of this machine's disks, fastest first",
-        DISK,
-        _places,
-        lambda places: _check_parents(places, file.parent),
-    )
-    beyond = answer(
-        far,
-        "What survives this machine (a network folder, or s3://bucket/prefix)",
-        "none",
-        parse_far,
-        lambda place: _check_parents(filter(None, [place]), file.parent),
-    )
+    places = answer(disk, "Folders of this machine's disks, fastest first", DISK, _places)
+    what = "What survives this machine (a network folder, or s3://bucket/prefix)"
+    beyond = answer(far, what, "none", parse_far)
     count = answer(parameters, "Parameters of the model (125M, 7B)", "unknown", parse_parameters)
     often = answer(
         every, "Save every (steps: 100, or a time: 10m)", shown_every(EVERY_S), parse_every
@@ -108,7 +86,7 @@ def init(
             parse_every,
         ),
     )
-    _write(file, answers, as_json)
+    _write(file, answers, asked.as_json)
 
 
 def _write(file: Path, answers: Answers, as_json: bool) -> None:
@@ -212,16 +190,6 @@ def _at(place: str, base: Path) -> Path:
     return (base / os.path.expanduser(place)).absolute()
 
 
-def _check_parents(places: Iterable[str], base: Path) -> None:
-    """Raise ConfigError for a folder that cannot be created, since the one above it is missing."""
-    for place in places:
-        parent = _at(place, base).parent
-        if not (is_address(place) or parent.is_dir()):
-            raise ConfigError(
-                f"{parent} does not exist: mount it, create it, or name another folder"
-            )
-
-
 def _create_folders(answers: Answers, base: Path) -> Iterator[str]:
     """Create a missing folder whose parent exists; yield a note on each other one. A parent that is missing may be a
     file system that is not mounted."""
@@ -234,7 +202,7 @@ def _create_folders(answers: Answers, base: Path) -> Iterator[str]:
             yield f"{place} cannot be created: {error.strerror}"
 
 
-def schema() -> None:
+def schema(asked: Asked) -> None:
     """Print the JSON schema of the YAML file."""
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from traceback import walk_tb
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -46,9 +45,9 @@ class Exit(IntEnum):
 class Asked(NamedTuple):
     """The options of all commands: the file, the run in place of that of the file, and the form of the answer."""
 
-    config: str | None
-    run: str | None
-    as_json: bool
+    config: str | None = None
+    run: str | None = None
+    as_json: bool = False
 
 
 # STEP ------------------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ class CommandGroup(TyperGroup):
             return super().make_context(info_name, args, parent, **extra)
         words = list(takewhile(lambda word: word != "--", args))
         as_json = "--json" in words
-        with _in_one_line(as_json), _reporting_start_files(words):
+        with _in_one_line(as_json):
             if words and words[0] in self.commands and not _HELP.isdisjoint(words):
                 # whatever else the line has; without the group's own parameters, for which typer imports pydantic
                 settings = {**self.context_settings, **extra}
@@ -230,24 +229,6 @@ class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _in_one_line(ctx.meta.get(_AS_JSON, False)):
             return super().invoke(ctx)
-
-
-@contextmanager
-def _reporting_start_files(words: Sequence[str]) -> Iterator[None]:
-    """Print each line that ``--install-completion`` adds to a start file of the shell: typer names the script alone."""
-    if "--install-completion" not in words:
-        yield
-        return
-    files = [Path.home() / name for name in (".bashrc", ".zshrc")]
-    before = [file.read_text() if file.is_file() else "" for file in files]
-    try:
-        yield
-    finally:
-        for file, text in zip(files, before, strict=True):
-            now = file.read_text() if file.is_file() else ""
-            for line in now.splitlines():
-                if line and line not in text.splitlines():
-                    typer.echo(f"added to {file}: {line}")
 
 
 @contextmanager

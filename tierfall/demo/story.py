@@ -30,7 +30,7 @@ from rich.markup import escape
 from tierfall.config import load_config
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import format_duration, format_share, format_size
-from tierfall.telemetry.event_log import LogTail
+from tierfall.telemetry.journal import LogTail
 
 HOST, FAST, STORE = TIERS = ("host", "fast", "store")
 SAVES = 12

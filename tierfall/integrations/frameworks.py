@@ -259,7 +259,7 @@ def best_step(ckpt: Checkpointer, best: Best, named: int | None) -> int | None:
     there = [
         (sign * x.metrics[best.metric], x.step != named, -x.step)
         for x in ckpt.checkpoints()
-        if not x.abandoned and not _WHOLE.isdisjoint(x.tiers.values())
+        if not x.abandoned and not _WHOLE.isdisjoint(copy.state for copy in x.copies.values())
         if not math.isnan(x.metrics.get(best.metric, math.nan))
     ]
     found = -min(there)[2] if there else -1

@@ -155,11 +155,11 @@ def restorable(known: Sequence[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
     return tuple(c.id for c in to_view((), whole, wall_time_s=0.0).restorable)
 
 
-def without_good_copy(listings: Sequence[Listing]) -> dict[CheckpointId, str]:
+def without_good_copy(known: Iterable[KnownCheckpoint]) -> dict[CheckpointId, str]:
     """Return why no tier has a good copy of a live checkpoint, for each such one: "damaged: ..." if all are damaged,
     else "could not be read: ..."."""
     found = {}
-    for checkpoint in merge(listings):
+    for checkpoint in known:
         problems = [copy.damage for copy in checkpoint.copies.values() if copy.damage]
         if checkpoint.live and len(problems) == len(checkpoint.copies):
             what = "could not be read" if checkpoint.unread else "damaged"

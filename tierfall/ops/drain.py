@@ -99,11 +99,11 @@ class DrainResult:
     """``done`` are the copies that became durable, ``left`` those that are still owed; ``memory_kept``: host memory was
     not freed."""
 
-    done: tuple[OwedCopy, ...]
-    left: tuple[OwedCopy, ...]
-    problems: tuple[str, ...]
-    memory_kept: bool
-    seconds: float
+    done: tuple[OwedCopy, ...] = ()
+    left: tuple[OwedCopy, ...] = ()
+    problems: tuple[str, ...] = ()
+    memory_kept: bool = False
+    seconds: float = 0.0
 
 
 def drain(
@@ -162,7 +162,7 @@ def _drain_once(
         for problem in tiers.memory.problems:  # it would be freed with the rest
             raise problem
         if not tiers.memory.images():  # the owner of a moment ago has flushed them
-            result = DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
+            result = DrainResult()
         else:
             result = _Drain(tiers, until_s, watch).run(on_forecast)
             kept = result.memory_kept
@@ -255,9 +255,7 @@ class _Drain:
             *(f"tier {name} could not be read: {error}" for name, error in silent.items()),
         ]
         kept = bool(left) or self._must_keep_memory()
-        return DrainResult(
-            done=done, left=left, problems=tuple(problems), memory_kept=kept, seconds=0.0
-        )
+        return DrainResult(done=done, left=left, problems=tuple(problems), memory_kept=kept)
 
     # Which copies ------------------------------------------------------------------------------------
 

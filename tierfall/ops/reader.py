@@ -1,16 +1,22 @@
 """Reading a run without owning it: for the commands that only read, and ``tierfall.load``.
 
-It opens the stored tiers and host memory for reading, beside a living trainer too: readers verify every byte that they
-use. ``resolve_path`` finds the run, checkpoint and shard of a path; where a folder was moved or renamed, its commit
-record tells where it belongs.
+``RunReader`` opens the stored tiers and host memory for reading, beside a living trainer too: readers verify every byte
+that they use. ``resolve_path`` finds the run, checkpoint and shard of a path; where a folder was moved or renamed, its
+commit record tells where it belongs. ``held_by_runs`` has what runs hold in the memory of this node: the folder of its
+host memory identifies a run, and ``tiers.json`` in it names the run's configuration file. A ``Watcher`` has the
+statuses, locks and last events of a run's processes: whether one is alive is known by its lock, not its status.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from tierfall.backends.posix.backend import NoFolderError
 from tierfall.config import Config, PeerTierConfig, load_config
@@ -19,6 +25,7 @@ from tierfall.core.copies.checkpoint_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Lineage, parse_commit
 from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError, UnreachableError
@@ -27,8 +34,10 @@ from tierfall.core.types.values import CheckpointId, Codec, Shard, TierKind
 from tierfall.setup.host_memory import images_in, list_slots, regions_in
 from tierfall.setup.places import (
     folders_in,
+    folders_of_run,
     is_run,
     memory_root,
+    read_memory,
     run_folder,
     runs_in,
     seen_by_one,
@@ -45,7 +54,12 @@ from tierfall.setup.tiers import (
     open_slot,
     open_stores,
 )
-from tierfall.tiers.host import HostTier, SealedImage, image_files, lock_name
+from tierfall.telemetry.journal import LogTail
+from tierfall.telemetry.status import Status, read_status, remove_status
+from tierfall.tiers.host import HostTier, SealedImage, held_bytes, image_files, lock_name
+from tierfall.tiers.host_folder import default_folder
+from tierfall.tiers.image_file import remove_image_file
+from tierfall.tiers.kept_images import discard_kept
 from tierfall.tiers.stored import StoredTier
 
 T = TypeVar("T")
@@ -67,6 +81,14 @@ def find_owner(folder: Path) -> LockOwner | None:
     none. Raises UnreachableError."""
     owners = (RunLock.owner(folder / lock_name(slot)) for slot in known_slots(folder))
     return next((owner for owner in owners if owner is not None and not owner.command), None)
+
+
+def find_owner_of(config: Config) -> LockOwner | None:
+    """Return the living trainer of a run on this machine, or None, also if memory cannot be read."""
+    try:
+        return find_owner(run_folder(seen_by_one(config), config.run))
+    except TierfallError:
+        return None
 
 
 def open_memory(
@@ -229,11 +251,8 @@ class RunReader:
             host.close(keep=True)
 
     def owner(self) -> LockOwner | None:
-        """Return the living process that trains this run on this machine, or None, also if memory cannot be read."""
-        try:
-            return find_owner(self._folder)
-        except TierfallError:
-            return None
+        """Return the living process that trains this run on this machine."""
+        return find_owner_of(self.config)
 
     def list(self) -> tuple[Listing, ...]:
         """List all tiers; those that are not created yet are empty: ``open`` creates them."""
@@ -415,3 +434,207 @@ def _written_as(folder: Path) -> Lineage | None:
 def _is_in_place(folder: Path, line: Lineage) -> bool:
     here: CheckpointId | None = keys.parse_step_folder(folder.name)
     return (folder.parent.name, here) == (line.run, line.checkpoint)
+
+
+# What runs hold in the memory of this node ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMemory:
+    """The memory of one run. ``bytes`` are those of all its images, ``kept_bytes`` those of what is ``kept`` for other
+    nodes; ``owner`` is the living process that has it. ``file`` is the path of the run's file, '' if it had none."""
+
+    run: str
+    folder: Path
+    file: str
+    kept: str
+    owner: LockOwner | None
+    checkpoints: tuple[CheckpointId, ...]
+    bytes: int
+    kept_bytes: int
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"run {self.run} in {self.folder}"
+
+    def settings(self) -> Config:
+        """Read the run's file, as this node sees it. Raises ConfigError where it had none, or has other tiers now."""
+        if not self.file:
+            raise ConfigError("it was not configured by a file")
+        settings = load_config(self.file, run=self.run)
+        if run_folder(settings, self.run) != self.folder:
+            raise ConfigError(f"{self.file} has other tiers now")
+        return seen_by_one(settings)
+
+    def discard(self) -> None:
+        """Free all of it, once another command that holds it has ended, within ``max_wait``. Raises LockError where a
+        process owns it, BackendError if a file cannot be deleted."""
+        try:
+            wait_s = self.settings().max_wait_s
+        except TierfallError:
+            wait_s = PATH_ANSWER_S
+        with ExitStack() as held:
+            slots = known_slots(self.folder)
+            for slot in slots:
+                lock = RunLock.acquire(
+                    self.folder / lock_name(slot),
+                    run=self.run,
+                    command="tierfall drain",
+                    wait_s=wait_s,
+                )
+                held.callback(lock.release)
+            for path in [path for each in image_files(self.folder).values() for path in each]:
+                remove_image_file(path)
+            for slot in slots:
+                remove_status(self.folder, slot)
+            if self.kept:
+                discard_kept(Path(self.kept) / self.run)
+
+
+def held_by_runs(config: Config | None) -> list[HeldMemory]:
+    """Return what runs of this user hold in the memory folder of a configuration (None: in the default one), by name.
+
+    Raises UnreachableError if it cannot be listed.
+    """
+    root = default_folder() if config is None else memory_root(config)
+    names = sorted(names_in_memory(root))
+    return [
+        held
+        for run in names
+        for folder in folders_of_run(root / run)
+        if (held := _look_at(run, folder)) is not None
+    ]
+
+
+def _look_at(run: str, folder: Path) -> HeldMemory | None:
+    slots = known_slots(folder)
+    remembered = read_memory(folder)
+    kept = remembered.kept if remembered is not None else ""
+    in_images = held_bytes(folder)
+    kept_bytes = held_bytes(Path(kept) / run) if kept else 0
+    if not in_images + kept_bytes:
+        return None
+    hosts, unread = open_memory(folder, slots, name=TierKind.HOST.value, run=run)
+    ids = {id for id, _ in images_in(hosts)}
+    damaged = [error for host in hosts for error in host.list().damaged]
+    for host in hosts:
+        host.close(keep=True)
+    return HeldMemory(
+        run=run,
+        folder=folder,
+        file=remembered.file if remembered is not None else "",
+        kept=kept,
+        owner=find_owner(folder),
+        checkpoints=tuple(sorted(ids)),
+        bytes=in_images,
+        kept_bytes=kept_bytes,
+        problems=tuple(str(error) for error in (unread, *damaged) if error is not None),
+    )
+
+
+# The processes of a run on this node ----------------------------------------------------------------
+
+LIST_EVERY_S = 10.0
+"""How often tiers are listed where no trainer is alive: an object store charges for listings."""
+EVENTS_MAX = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProcess:
+    """One slot of this node: its living owner, and the last status that was written there."""
+
+    number: int
+    owner: LockOwner | None
+    status: Status | None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process that wrote the status is alive."""
+        return self.status is not None and self.owner is not None and _same(self.owner, self.status)
+
+
+def _same(owner: LockOwner, status: Status) -> bool:
+    if owner.start_ticks is not None and status.start_ticks is not None:
+        return (owner.pid, owner.start_ticks) == (status.pid, status.start_ticks)
+    return owner.pid == status.pid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot:
+    """The processes of a run at one moment. ``problems`` name what could not be read. ``live`` is the status of the
+    living process of the lowest rank; without one, ``last_status`` is that of the lowest rank."""
+
+    wall_time_s: float
+    slots: tuple[RankProcess, ...]
+    live: Status | None
+    last_status: Status | None
+    events: tuple[dict[str, Any], ...]
+    problems: tuple[str, ...]
+
+    @property
+    def owner(self) -> LockOwner | None:
+        return next((slot.owner for slot in self.slots if slot.owner is not None), None)
+
+
+def find_living_status(config: Config, *, run: str) -> Status | None:
+    """Return the status of a living trainer on this node; None where there is none, or it could not be read."""
+    return Watcher(config, run=run).take_snapshot().live
+
+
+class Watcher:
+    """Takes snapshots of a run's processes."""
+
+    def __init__(self, config: Config, *, run: str) -> None:
+        self._folder = run_folder(config, run)
+        path = config.events and config.events.file_of(run=run, rank=0)
+        self._tail = LogTail(Path(path)) if path else None
+        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
+        self._conditions = Conditions()
+
+    def take_snapshot(self) -> RunSnapshot:
+        slots, problems = self._slots()
+        living = [slot.status for slot in slots if slot.alive and slot.status is not None]
+        ended = [slot.status for slot in slots if not slot.alive and slot.status is not None]
+        live = min(living, key=lambda status: status.rank, default=None)
+        last = None if live else min(ended, key=lambda status: status.rank, default=None)
+        if self._tail is not None:  # it has older ones than a process keeps
+            try:
+                self._events.extend(self._tail.read())
+            except OSError as error:
+                problems.append(f"the event log could not be read: {error}")
+        shown = live or last
+        return RunSnapshot(
+            wall_time_s=time.time(),
+            slots=slots,
+            live=live,
+            last_status=last,
+            events=tuple(self._events) or (shown.events if shown else ()),
+            problems=tuple(problems),
+        )
+
+    def living_statuses(self) -> tuple[Status, ...]:
+        """Return the statuses of the living processes of this node, by slot; for any thread."""
+        slots, problems = self._slots()
+        if problems:
+            self._conditions.report("status", logging.WARNING, "%s", "; ".join(problems))
+        else:
+            self._conditions.end(
+                "status", "the statuses of run %s are read again", self._folder.name
+            )
+        return tuple(slot.status for slot in slots if slot.alive and slot.status is not None)
+
+    def _slots(self) -> tuple[tuple[RankProcess, ...], list[str]]:
+        """Return the slots of this node, and what could not be read of them."""
+        found, problems = [], []
+        try:
+            for number in known_slots(self._folder):
+                owner = status = None
+                try:
+                    owner = RunLock.owner(self._folder / lock_name(number))
+                    status = read_status(self._folder, number)
+                except TierfallError as error:
+                    problems.append(str(error))
+                found.append(RankProcess(number=number, owner=owner, status=status))
+        except UnreachableError as error:
+            problems.append(str(error))
+        return tuple(found), problems

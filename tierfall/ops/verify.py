@@ -105,14 +105,19 @@ def check_run(
         for listing in covered:
             if listing.error is not None:
                 unread.append((listing.tier, str(listing.error)))
-            elif listing.tier == reader.config.host.name:
-                copies, more = _check_memory(reader, listing, scope, verifier)
+                continue
+            is_host = listing.tier == reader.config.host.name
+            if is_host or listing.tier in reader.stores:  # else it is not created yet
+                check = _check_memory if is_host else _check_stored
+                copies, more = check(reader, listing, scope, verifier)
                 found += copies
                 findings += more
-            elif listing.tier in reader.stores:  # else it is not created yet
-                copies, more = _check_stored(reader, listing, scope, verifier)
-                found += copies
-                findings += more
+                notes += [
+                    f"{listing.tier} {id}: unfinished, so no checkpoint: a trainer is writing it, or the next start "
+                    "deletes it"
+                    for id in sorted(listing.unfinished)
+                    if scope.covers(listing.tier, id)
+                ]
         stored = [x for x in covered if x.error is None and x.tier in reader.stores]
         for listing in stored if scope.checkpoints is None else ():
             store = reader.stores[listing.tier]
@@ -128,13 +133,13 @@ def check_run(
             except BackendError as error:
                 unread.append((listing.tier, str(error)))
         copies = [repairer.repair(c, verifier) if repairer and c.damage else c for c in found]
-    for listing in covered:
-        notes += _notes(listing, scope) if listing.error is None else []
     findings += _damage_findings(copies, listings, reader)
     findings += _contradictions(copies)
     unread += [(f"{c.tier} {c.id}", str(c.error)) for c in copies if c.error is not None]
     for copy in copies:
-        notes += _notes_of(copy)
+        if copy.gone:
+            notes.append(f"{copy.tier} {copy.id}: was deleted while it was read")
+        notes += [f"{copy.tier} {copy.id}: {n} is not part of the checkpoint" for n in copy.foreign]
     return RunReport(
         copies=tuple(copies), findings=tuple(findings), unread=tuple(unread), notes=tuple(notes)
     )
@@ -259,19 +264,15 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
                 "is alive, remove it"
             )
             findings.append(_tier_finding(store, key, error, advice))
-    return [*findings, *_check_latest(store)]
-
-
-def _check_latest(store: StoredTier) -> list[Finding]:
     latest = store.latest.read()
     if latest is None or may_have(store, latest) or store.latest.read() != latest:
-        return []
+        return findings
     problem = IntegrityError(f"it names {latest}, which does not exist")
     advice = (
         "if the folder of the step was moved, bring it back; if it was deleted, the next commit there has it name "
         f"another step, and so does tierfall verify --tier {store.name} --repair"
     )
-    return [_tier_finding(store, keys.LATEST_NAME, problem, advice)]
+    return [*findings, _tier_finding(store, keys.LATEST_NAME, problem, advice)]
 
 
 def _tier_finding(store: StoredTier, file: str, error: TierfallError, advice: str) -> Finding:
@@ -285,23 +286,6 @@ def _tier_finding(store: StoredTier, file: str, error: TierfallError, advice: st
         advice=NEWER if newer else advice,
         newer=newer,
     )
-
-
-# Worth knowing ---------------------------------------------------------------------------------------
-
-
-def _notes(listing: Listing, scope: VerifyScope) -> list[str]:
-    return [
-        f"{listing.tier} {id}: unfinished, so no checkpoint: a trainer is writing it, or the next start deletes it"
-        for id in sorted(listing.unfinished)
-        if scope.covers(listing.tier, id)
-    ]
-
-
-def _notes_of(copy: CheckedCopy) -> list[str]:
-    if copy.gone:
-        return [f"{copy.tier} {copy.id}: was deleted while it was read"]
-    return [f"{copy.tier} {copy.id}: {name} is not part of the checkpoint" for name in copy.foreign]
 
 
 # The findings of copies ------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message
@@ -48,33 +47,13 @@ def known_checkpoints(session: Session) -> list[CheckpointInfo]:
         ledger = session.coordinator.ledger
         left = ledger.abandoned()
         return [
-            _info(entry, entry.id in left, time.time())
+            session.status.checkpoint_info(entry, abandoned=entry.id in left)
             for entry in sorted(ledger.entries.values(), key=lambda e: e.id)
             if entry.commit is not None or entry.snapshot is not None or entry.damage
         ]
 
     session.find_external_commits()
     return session.call(ask)
-
-
-def _info(entry: LedgerEntry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
-    commit = entry.commit
-    return CheckpointInfo(
-        step=entry.id.step,
-        attempt=entry.id.attempt,
-        ordinal=entry.ordinal,
-        tiers=dict(entry.states),
-        bytes=entry.image_bytes
-        or (commit.image_bytes if commit else max(entry.bytes.values(), default=0)),
-        age_s=max(0.0, wall_time_s - commit.wall_time_s) if commit else 0.0,
-        pinned=entry.pinned,
-        abandoned=abandoned,
-        tags=tuple(sorted(entry.tags)),
-        metrics=dict(commit.metrics) if commit else {},
-        owed=tuple(sorted(entry.owed)),
-        damage=dict(entry.damage),
-        set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
-    )
 
 
 def run_command(

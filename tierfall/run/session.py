@@ -46,7 +46,7 @@ from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.setup.start import Start, agree_on_rest, catalog_of, take_attempt
 from tierfall.setup.tiers import is_shared, lane_limits, lane_pools, tier_rules
 from tierfall.telemetry.journal import CLOSE_S, Journal
-from tierfall.telemetry.prometheus import MetricsServer
+from tierfall.telemetry.status import MetricsServer
 from tierfall.telemetry.step_timer import StepTimer
 
 logger = logging.getLogger("tierfall")

@@ -27,14 +27,11 @@ from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
-from tierfall.core.types.text import to_json
 from tierfall.core.types.values import CopyState
-from tierfall.telemetry.event_log import wall_time
 from tierfall.telemetry.figures import Statistics
-from tierfall.telemetry.reports import RestoreReport, ShardSource
+from tierfall.telemetry.journal import wall_time
+from tierfall.telemetry.reports import CheckpointInfo, CopyInfo, RestoreReport, ShardSource
 from tierfall.telemetry.status import (
-    CheckpointStatus,
-    CopyStatus,
     Status,
     TransferStatus,
     describe_flushes,
@@ -177,7 +174,8 @@ class StatusWriter:
             attempt=self._session.attempt.number,
             tiers={rules.name: rules.kind for rules in ledger.rules},
             checkpoints=tuple(
-                self._checkpoint(entry, abandoned=entry.id in left) for entry in reversed(newest)
+                self.checkpoint_info(entry, abandoned=entry.id in left)
+                for entry in reversed(newest)
             ),
             checkpoints_known=len(ledger.entries),
             transfers=tuple(
@@ -194,7 +192,7 @@ class StatusWriter:
         session, journal, coordinator = self._session, self._journal, self._coordinator
         ledger, rates, backlog = coordinator.ledger, coordinator.rates, coordinator.backlog
         now_s, timer, config = time.monotonic(), session.step_timer, self._tiers.config
-        tiers = [rules.name for rules in ledger.rules]
+        tiers = self._tier_names()
         stored = [rules for rules in ledger.rules if rules.name != ledger.host]
         written = [rules.name for rules in stored]
         ages = {tier.name: self._since_commit(tier.name, now_s) for tier in config.written}
@@ -269,28 +267,40 @@ class StatusWriter:
             for event in [*self._journal.recent.copy()][-EVENTS_MAX:]
         )
 
-    def _checkpoint(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointStatus:
-        ledger, copies = self._coordinator.ledger, {}
-        names = [rules.name for rules in ledger.rules]
-        for name in names:
-            state = entry.state(name)
-            if state is not CopyState.ABSENT:
-                copies[name] = CopyStatus(
-                    state=state,
-                    bytes=(name == ledger.host and entry.image_bytes) or entry.bytes.get(name, 0),
-                    fraction=self._fraction(entry, name) if state is CopyState.ARRIVING else None,
-                )
-        return CheckpointStatus(
+    def checkpoint_info(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointInfo:
+        """Return what the ledger knows of a checkpoint."""
+        commit, tiers = entry.commit, self._tier_names()
+        of_image = commit.image_bytes if commit else max(entry.bytes.values(), default=0)
+        held = [tier for tier in tiers if tier in entry.states or tier in entry.damage]
+        return CheckpointInfo(
             step=entry.id.step,
             attempt=entry.id.attempt,
-            copies=copies,
-            owed=tuple(name for name in names if name in entry.owed),
-            set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
+            ordinal=entry.ordinal,
+            started_from=entry.started_from,
+            bytes=entry.image_bytes or of_image,
+            wall_time_s=commit.wall_time_s if commit else None,
             pinned=entry.pinned,
             abandoned=abandoned,
+            deleted=entry.deleted,
             tags=tuple(sorted(entry.tags)),
-            metrics=to_json(entry.commit.metrics) if entry.commit else {},
+            metrics=commit.metrics if commit else {},
+            copies={tier: self._copy_info(entry, tier) for tier in held},
+            owed=tuple(tier for tier in tiers if tier in entry.owed),
+            set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
         )
+
+    def _copy_info(self, entry: LedgerEntry, tier: str) -> CopyInfo:
+        not_good = "damaged" if tier in entry.repairable else "unreadable"
+        state, is_host = entry.states.get(tier, not_good), tier == self._coordinator.ledger.host
+        return CopyInfo(
+            state=str(state),
+            bytes=(is_host and entry.image_bytes) or entry.bytes.get(tier, 0),
+            damage=entry.damage.get(tier),
+            fraction=self._fraction(entry, tier) if state == CopyState.ARRIVING else None,
+        )
+
+    def _tier_names(self) -> list[str]:
+        return [rules.name for rules in self._coordinator.ledger.rules]
 
     def _fraction(self, entry: LedgerEntry, tier: str) -> float:
         """Return the share of an arriving copy that is there."""

@@ -9,8 +9,8 @@ from math import floor
 
 from tierfall.core.copies.chunk_reader import Fallback
 from tierfall.core.types.text import format_some
-from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import CopyState, LossClass
+from tierfall.core.types.units import format_duration, format_share, format_size
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass
 from tierfall.core.types.view import LossBound, PeerSurvival, SurvivalChance
 from tierfall.policies.cadence import TierCadence
 
@@ -50,44 +50,76 @@ class RestoreReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointInfo:
-    """One checkpoint over all tiers. ``bytes`` is its raw size, ``age_s`` seconds since it was saved.
+class CopyInfo:
+    """One copy of a checkpoint. ``state`` is its word in the glossary, such as ``committed`` or ``damaged``; ``bytes``
+    are what is stored. ``damage`` is what is wrong with it, or why it could not be read; ``fraction`` is the share of
+    an arriving copy that is there. None: nothing, or not known."""
 
-    ``tiers`` maps each tier that holds a copy to its state; ``owed`` are the tiers that are still owed one. ``damage``
-    is by tier what is wrong with the copy; ``set_aside`` is by tier why a copy was set aside, as it failed repeatedly
-    while the tier accepted others.
+    state: str
+    bytes: int
+    damage: str | None = None
+    fraction: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """One checkpoint over all tiers. ``bytes`` is its raw size; ``wall_time_s`` is the time of its save, in seconds
+    since 1970. None: not known.
+
+    ``copies`` has its copies by tier; ``owed`` are the tiers that are still owed one. ``set_aside`` is by tier why a
+    copy was set aside, as it failed repeatedly while the tier accepted others. ``deleted``: by a person, and not on
+    every tier yet.
     """
 
     step: int
     attempt: int
-    ordinal: int
-    tiers: Mapping[str, CopyState]
-    bytes: int
-    age_s: float
-    pinned: bool
-    abandoned: bool
+    ordinal: int | None = None
+    started_from: CheckpointId | None = None
+    bytes: int = 0
+    wall_time_s: float | None = None
+    pinned: bool = False
+    abandoned: bool = False
+    deleted: bool = False
     tags: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    copies: Mapping[str, CopyInfo] = field(default_factory=dict)
     owed: tuple[str, ...] = ()
-    damage: Mapping[str, str] = field(default_factory=dict)
     set_aside: Mapping[str, str] = field(default_factory=dict)
+
+    def on(self, tier: str) -> str:
+        """Return the state of the copy on a tier, ``owed``, ``set aside``, or ``-`` for none."""
+        if tier not in self.copies:
+            return "owed" if tier in self.owed else "set aside" if tier in self.set_aside else "-"
+        copy = self.copies[tier]
+        share = "" if copy.fraction is None else f" {format_share(round(copy.fraction, 2))}"
+        return f"{copy.state}{share}"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Its tags, and what is decided about it."""
+        decided = {
+            "pinned": self.pinned,
+            "abandoned": self.abandoned,
+            "to be deleted": self.deleted,
+        }
+        return (
+            *(f"#{tag}" for tag in self.tags),
+            *(name for name, is_so in decided.items() if is_so),
+        )
 
     def __repr__(self) -> str:
         """One line."""
+        complete = (CopyState.COMMITTED, CopyState.SEALED)
         copies = [
-            tier if state in (CopyState.COMMITTED, CopyState.SEALED) else f"{tier} ({state})"
-            for tier, state in self.tiers.items()
+            tier if copy.state in complete else f"{tier} ({copy.state})"
+            for tier, copy in self.copies.items()
         ]
         parts = [
             f"{format_size(self.bytes)} on {', '.join(copies) or 'no tier'}",
-            f"{format_duration(self.age_s)} old",
             f"owed to {', '.join(self.owed)}" if self.owed else "",
-            f"not good on {', '.join(self.damage)}" if self.damage else "",
             f"set aside on {', '.join(self.set_aside)}" if self.set_aside else "",
-            "pinned" if self.pinned else "",
-            "abandoned" if self.abandoned else "",
-            f"tags {', '.join(self.tags)}" if self.tags else "",
-            ", ".join(f"{name} {value:g}" for name, value in self.metrics.items()),
+            *self.remarks,
+            *(f"{name} {value:g}" for name, value in self.metrics.items()),
         ]
         return f"<step {self.step} (attempt {self.attempt}): {'; '.join(filter(None, parts))}>"
 
@@ -196,8 +228,9 @@ def format_unread(unread: Collection[str]) -> str:
     return f" (not read: {', '.join(unread)})" if unread else ""
 
 
-def describe_peer_survival(found: PeerSurvival) -> str:
-    """Format which losses of nodes a checkpoint in peer memory survives. A percentage is rounded down."""
+def describe_peer_survival(found: PeerSurvival, *, live: bool = True) -> str:
+    """Format which losses of nodes a checkpoint in peer memory survives. A percentage is rounded down. Without a
+    ``live`` trainer, a node may have been lost."""
     nodes = "node" if found.certain == 1 else "nodes"
     certain = (
         f"the loss of any {found.certain} {nodes}"
@@ -210,7 +243,8 @@ def describe_peer_survival(found: PeerSurvival) -> str:
         if chance.losses > found.certain and chance.probability
     ]
     where = f"{found.tier}: {found.step}@{found.attempt} survives {certain}"
-    return "; ".join([where, ", ".join(others)]) if others else where
+    text = "; ".join([where, ", ".join(others)]) if others else where
+    return text if live else f"{text} (if no node is lost yet)"
 
 
 def _share_below(chance: SurvivalChance) -> str:

@@ -317,7 +317,7 @@ def test_a_limit_of_saves_is_what_tiers_without_retain_keep(
         assert trainer.args.save_total_limit == 1
     with tierfall.open(config) as ckpt:
         on = {
-            tier: [x.step for x in ckpt.checkpoints() if x.tiers.get(tier) == "committed"]
+            tier: [x.step for x in ckpt.checkpoints() if x.on(tier) == "committed"]
             for tier in ("disk", "far")
         }
     assert on == {"disk": [2, 5], "far": [4, 5]}

@@ -257,6 +257,6 @@ def test_top_k_by_step_or_epoch_is_kept(
     trainer(TierfallIO(found), saves, max_epochs=3).fit(Module())
     assert "save_top_k" not in caplog.text
     with tierfall.open(found) as ckpt:
-        kept = {info.step for info in ckpt.checkpoints() if "disk" in info.tiers}
+        kept = {info.step for info in ckpt.checkpoints() if "disk" in info.copies}
     pointed = {int(path.stem.removeprefix("step=")) for path in tmp_path.glob("step=*")}
     assert kept == pointed == ({4, 8} if mode == "min" else {8, 12})
