@@ -63,11 +63,11 @@ FOLDERS = (
 LINES = {
     ("core/types",): 1_937,
     ("core/format",): 1_309,
-    ("core/state", "core/tensors"): 3_639,
+    ("core/state", "core/tensors"): 3_611,
     ("core/image",): 2_314,
     ("core/runtime",): 2_214,
     ("core/ranks",): 2_279,
-    ("core/capture", "core/sampling"): 3_902,
+    ("core/capture", "core/sampling"): 3_897,
     ("core/restore", "core/load", "core/copies"): 7_219,
     ("core/compression",): 373,
     ("core/flush",): 8_141,
