@@ -67,7 +67,7 @@ LINES = {
     ("core/image",): 2_314,
     ("core/runtime",): 2_214,
     ("core/ranks",): 2_279,
-    ("core/capture", "core/sampling"): 3_897,
+    ("core/capture", "core/sampling"): 3_889,
     ("core/restore", "core/load", "core/copies"): 7_219,
     ("core/compression",): 373,
     ("core/flush",): 8_141,
