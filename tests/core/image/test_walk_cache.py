@@ -212,6 +212,46 @@ def one_step_for_all(run: Run) -> None:
         held["step"] = step
 
 
+def replace_parameter(run: Run) -> None:
+    """The optimizer's tensors stay, and belong to another parameter."""
+    old, parameters = run.model.first.weight, run.optimizer.param_groups[0]["params"]
+    run.model.first.weight = nn.Parameter(old.detach())
+    parameters[0] = run.model.first.weight
+    run.optimizer.state = {
+        run.model.first.weight if key is old else key: value
+        for key, value in run.optimizer.state.items()
+    }  # type: ignore[assignment]
+
+
+def same_memory_in_another_place(run: Run) -> None:
+    run.model.norm.running_mean, run.model.norm.running_var = (
+        run.model.norm.running_var,
+        run.model.norm.running_mean,
+    )
+
+
+class Halved(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight.detach()[:2]
+
+
+def change_class(run: Run) -> None:
+    run.model.square.__class__ = Halved
+
+
+def save_otherwise(run: Run) -> None:
+    linear = run.model.square
+    linear._save_to_state_dict = lambda *args: Halved._save_to_state_dict(linear, *args)  # type: ignore[method-assign]
+
+
+def drop_bias(run: Run) -> None:
+    run.model.last.bias = None
+
+
+def add_module(run: Run) -> None:
+    run.model.first.add_module("adapter", nn.Linear(2, 2))
+
+
 def nothing(run: Run) -> None:
     """Most saves."""
 
@@ -254,6 +294,12 @@ KINDS: list[Callable[[Run], None]] = [
     keep_a_graph,
     wrap,
     one_step_for_all,
+    replace_parameter,
+    same_memory_in_another_place,
+    change_class,
+    save_otherwise,
+    drop_bias,
+    add_module,
     nothing,
     values_only,
 ]
