@@ -62,11 +62,11 @@ FOLDERS = (
 LINES = {
     ("core/types",): 1_953,
     ("core/format",): 1_309,
-    ("core/state", "core/tensors"): 3_639,
+    ("core/state", "core/tensors"): 3_611,
     ("core/image",): 2_314,
     ("core/runtime",): 2_141,
     ("core/ranks",): 2_181,
-    ("core/capture", "core/sampling"): 3_901,
+    ("core/capture", "core/sampling"): 3_888,
     ("core/restore", "core/load", "core/copies"): 7_014,
     ("core/compression",): 360,
     ("core/flush",): 7_592,

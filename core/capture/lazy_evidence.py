@@ -159,18 +159,12 @@ class LazyEvidence:
         """For each tensor of the view that ``follow_optimizers`` returned last, whether it may be captured lazily, by
         the evidence since ``reset``."""
         covered = self._covered
-        frozen: set[int] = set()
-        unseen: dict[int, str] = {}
-        uncovered = () if view.parameters.keys() <= covered else view.parameters.keys() - covered
-        for number in uncovered:
-            name, parameter = view.parameters[number]
-            if parameter.requires_grad:
-                unseen[number] = name
-            else:
-                frozen.add(number)
-        self._frozen = frozenset(view.parameters[number][0] for number in frozen)
-        if not self._checked or self._frozen_change:
-            frozen.clear()
+        untrained: set[int] = set()
+        if not view.parameters.keys() <= covered:
+            live = (each for each in view.live_parameters if each is not None)
+            untrained = {id(each) for each in live if not each.requires_grad} - covered
+        self._frozen = frozenset(map(view.parameters.__getitem__, untrained))
+        frozen = untrained if self._checked and not self._frozen_change else frozenset()
         # A loop that itself waits for the capture before its changes does so for all tensors.
         bracketed = self._barrier.loop_waits
         state = (view.structure, view.plain, view.changes, view.owners)
@@ -180,7 +174,8 @@ class LazyEvidence:
             self._chosen = (key, self._choose(view, trusted))
             if trusted is not None:
                 # Tensors that the user wrapped in item() have no parameter as their owner.
-                self._log_unseen([unseen[owner] for owner in {*view.owners} & unseen.keys()])
+                owners = ({*view.owners} & view.parameters.keys()) - covered - untrained
+                self._log_unseen([view.parameters[owner] for owner in owners])
         return self._chosen[1]
 
     def _log_unseen(self, names: Collection[str]) -> None:

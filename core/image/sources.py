@@ -42,7 +42,7 @@ class TensorSources:
         self, view: StateView, lazy: Sequence[int], on_devices: Collection[int] = ()
     ) -> None:
         """``lazy`` are the numbers of the lazily captured tensors, ``on_devices`` of those not in host memory."""
-        self._tensors: list[torch.Tensor] = view.sources.copy()
+        self._tensors: list[torch.Tensor] = view.sources.copy() if on_devices else view.sources
         for index in on_devices:
             # An alias keeps the memory until the device has read it: a training may replace ``.data`` at any time.
             self._tensors[index] = self._tensors[index].detach()
@@ -51,7 +51,7 @@ class TensorSources:
         self._trails = view.trails
         self.pointers = view.pointers
         lazy_tensors = [*map(self._tensors.__getitem__, lazy)]
-        self._watched = [*lazy], lazy_tensors, _versions(lazy_tensors)
+        self._watched = lazy, lazy_tensors, _versions(lazy_tensors)
 
     @cached_property
     def _is_plain(self) -> NDArray[np.bool_]:

@@ -168,7 +168,7 @@ class OptimizerFiller:
         """Return the names of parameters whose order in the model is not that of the checkpoint; empty if all is."""
         stored = {n: at for at, (n, _) in enumerate(leaves(self._work.header.tree, ""))}
         own = stored.keys() & set(self._numbering.names)
-        live = [name for name, _ in self._work.scans.parameters.values() if name in own]
+        live = [name for name in self._work.scans.parameters.values() if name in own]
         pairs = zip(live, sorted(live, key=stored.__getitem__), strict=True)
         return format_some([name for name, other in pairs if name != other])
 

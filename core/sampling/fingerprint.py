@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tierfall.core.sampling.lines import LINES_MAX, SamplePlan, Samples
-from tierfall.core.sampling.ranges import RangeDigests, SampledRange
+from tierfall.core.sampling.ranges import LINE_BYTES, WHOLE_LINES, SampledRange
 from tierfall.core.state.item import unwrap
 from tierfall.core.tensors import names, value_codec
 from tierfall.core.tensors.dtensor import any_sharded, local_tensor
@@ -40,8 +39,6 @@ LINE_S = 5e-8
 """Estimated time per cache line."""
 LINES_MIN = 9
 """Minimum of cache lines per tensor: the first, the last, and others between."""
-WHOLE_BYTES = 1 << 10
-"""Tensors up to this size are digested whole."""
 _PLAIN_KINDS = (torch.Tensor, nn.Parameter)
 Step = Callable[[Any], Any]
 """Gets an element of an object; raises LookupError, AttributeError or TypeError if there is none."""
@@ -75,7 +72,8 @@ class Fingerprint:
         tensor_s = budget_s / max(1, len(self._paths)) - TENSOR_S
         self._lines = min(LINES_MAX, max(LINES_MIN, int(tensor_s / LINE_S)))
         self._keys = tuple(state)
-        self._plan: _SamplingPlan | None = None
+        self._plan: tuple[array[int], SamplePlan] | None = None
+        """What was sampled of tensors at these addresses."""
         found, self._counts = self._find(state)
         self._observed = self._observe(found)
 
@@ -101,11 +99,10 @@ class Fingerprint:
         for at, path in enumerate(self._paths):
             if (now.versions[at], now.pointers[at]) != (before.versions[at], before.pointers[at]):
                 return names.path(path.trail)
-        assert self._plan is not None, "the first observation makes a plan"
-        differ = self._plan.short.differ(before.short, now.short)
-        if before.samples is not None and now.samples is not None:
-            differ.update(now.samples.differ_from(before.samples))
-        return names.path(self._paths[min(differ)].trail) if differ else None
+        if before.samples is None or now.samples is None:
+            return None
+        differ = now.samples.differ_from(before.samples)
+        return names.path(self._paths[differ[0]].trail) if differ else None
 
     def _find(self, state: Mapping[Any, object]) -> tuple[list[Any], list[int]]:
         """The tensors at the paths now, None for a missing one, and the number of entries of each optimizer's state."""
@@ -130,12 +127,9 @@ class Fingerprint:
                 for t in tensors
             ],
         )
-        if self._plan is None or self._plan.pointers != pointers:
-            self._plan = _SamplingPlan.of(tensors, pointers, self._lines)
-        plan = self._plan
-        return _Observation(
-            versions, pointers, plan.short.digest(pointers), plan.samples.read(pointers)
-        )
+        if self._plan is None or self._plan[0] != pointers:
+            self._plan = pointers, _plan_samples(tensors, pointers, self._lines)
+        return _Observation(versions, pointers, self._plan[1].read(pointers))
 
 
 class _Observation(NamedTuple):
@@ -143,28 +137,18 @@ class _Observation(NamedTuple):
 
     versions: list[int]
     pointers: array[int]
-    short: dict[int, int]
     samples: Samples | None
 
 
-@dataclass(frozen=True, slots=True)
-class _SamplingPlan:
-    """What is sampled of tensors at these addresses."""
-
-    pointers: array[int]
-    short: RangeDigests
-    samples: SamplePlan
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], pointers: array[int], lines: int) -> _SamplingPlan:
-        pieces = [
-            SampledRange(number, 0, pointer, length, None)
-            for number, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True))
-            if pointer and tensor.is_cpu and (length := readable_bytes(tensor))
-        ]
-        short = [piece for piece in pieces if piece.bytes <= WHOLE_BYTES]
-        long = [piece for piece in pieces if piece.bytes > WHOLE_BYTES]
-        return cls(pointers, RangeDigests(short), SamplePlan(long, np.full(len(long), lines)))
+def _plan_samples(tensors: Sequence[torch.Tensor], pointers: array[int], lines: int) -> SamplePlan:
+    """What is sampled of tensors at these addresses: short ones whole, and so many lines of each other."""
+    ranges = [
+        SampledRange(number, 0, pointer, length, None)
+        for number, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True))
+        if pointer and tensor.is_cpu and (length := readable_bytes(tensor))
+    ]
+    is_short = np.array([each.bytes <= WHOLE_LINES * LINE_BYTES for each in ranges], dtype=bool)
+    return SamplePlan(ranges, np.where(is_short, WHOLE_LINES, lines))
 
 
 def _version(tensor: torch.Tensor) -> int:

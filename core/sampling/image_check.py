@@ -3,8 +3,8 @@
 A lazy capture copies the state while training continues. Only bytes read at save can show whether the image has the
 state of that moment, since a write before the copy is both in the image and in the live tensor. save() reads:
 
-* in host memory, a digest of each short range (``ranges``), and sampled lines of each long one (``lines``);
-* in host memory, digests of long ranges, in rotation (``ranges``);
+* in host memory, each short range whole, and sampled lines of the others (``lines``);
+* in host memory, a digest of each range of medium length, and digests of long ones, in rotation (``ranges``);
 * on a device, a sum over each part of a tensor that is in one chunk, which the device computes while the host goes on
   (``device_sums``).
 
@@ -25,7 +25,9 @@ from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.sampling.device_sums import DeviceRanges, DeviceSums, Tensors
 from tierfall.core.sampling.lines import SamplePlan, Samples, lines_max
 from tierfall.core.sampling.ranges import (
+    LINE_BYTES,
     WHOLE_BYTES,
+    WHOLE_LINES,
     MemoryOrder,
     RangeDigests,
     SampledRange,
@@ -46,10 +48,12 @@ class CheckPlan:
             for p in pieces
             if p.place == HOST and is_sampled(view, p.index)
         ]
-        self.short = RangeDigests([each for each in on_host if each.bytes <= WHOLE_BYTES])
         self.samples = SamplePlan(on_host, lines_max(on_host))
-        long = [each.split(RANGE_BYTES) for each in on_host if each.bytes > WHOLE_BYTES]
-        self.long = RangeDigests([*chain.from_iterable(long)])
+        digested = [each for each in on_host if each.bytes > WHOLE_LINES * LINE_BYTES]
+        long = [each.split(RANGE_BYTES) for each in digested if each.bytes > WHOLE_BYTES]
+        self.ranges = RangeDigests(
+            [each for each in digested if each.bytes <= WHOLE_BYTES], [*chain.from_iterable(long)]
+        )
         places = {piece.place for piece in pieces} - {HOST}
         self._on_devices = {
             place: DeviceRanges([p for p in pieces if p.place == place], view) for place in places
@@ -65,9 +69,8 @@ class CheckPlan:
         pointers = sources.pointers
         return ImageCheck(
             plan=self,
-            short=self.short.digest(pointers),
             samples=self.samples.read(pointers),
-            long=self.long.digest(pointers, self.long.rotate(most_bytes)),
+            digests=self.ranges.digest(pointers, most_bytes),
             sums=tuple(
                 ranges.begin(streams[place], sources, "the image with the state")
                 for place, ranges in self._on_devices.items()
@@ -80,9 +83,8 @@ class ImageCheck:
     """What was read of one state at save, to compare its image with."""
 
     plan: CheckPlan
-    short: Mapping[int, int]
     samples: Samples | None
-    long: Mapping[int, int]
+    digests: Mapping[int, int]
     sums: tuple[DeviceSums, ...]
 
     def changed_in_chunk(self, data: memoryview, offset: int) -> set[int]:
@@ -92,8 +94,7 @@ class ImageCheck:
 
     def changed_in(self, data: memoryview) -> set[int]:
         """The numbers of the tensors that differ from the image's ``data``, beside what ``changed_in_chunk`` finds."""
-        found = self.plan.long.changed_in(data, self.long)
-        found |= self.plan.short.changed_in(data, self.short)
+        found = self.plan.ranges.changed_in(data, self.digests)
         if self.samples is not None:
             with torch.inference_mode(False):
                 found.update(self.samples.changed_in(torch.frombuffer(data, dtype=torch.uint8)))

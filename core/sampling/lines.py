@@ -1,9 +1,10 @@
 """Sampled cache lines of tensors in host memory: which lines, reading them, and comparing them with an image.
 
-Of each range, about a hundred lines of its tensor are read: the first and the last line of each range, and others
-between. Each distance is at most 1 % of the tensor, so that a write to a contiguous percent hits a line. The distances
-increase slowly, so that no row length repeats them and the lines do not fall into one column. A write to a random
-percent of the elements is missed with a probability of 1e-7.
+A short range is read whole: its lines, and the bytes beside them. Of each other range, about a hundred lines of its
+tensor are read: the first and the last line of each range, and others between. Each distance is at most 1 % of the
+tensor, so that a write to a contiguous percent hits a line. The distances increase slowly, so that no row length
+repeats them and the lines do not fall into one column. A write to a random percent of the elements is missed with a
+probability of 1e-7.
 
 All lines are read through one array over the memory from the first tensor to the last, by one call: a call per tensor
 would take longer than the reads.
@@ -24,6 +25,7 @@ import torch
 from tierfall.core.sampling.ranges import (
     LINE_BYTES,
     WHOLE_BYTES,
+    WHOLE_LINES,
     Integers,
     ProcessMemory,
     SampledRange,
@@ -59,8 +61,9 @@ class _AlignedLines(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Draw:
     """The lines of one random draw: the range of each line (``lines_of``), its byte offset there (``lines_at``), the
-    groups of lines by alignment in the image's data, and the lines that the barrier reads (``now``). Valid for ranges
-    whose addresses have these ``remainders`` modulo LINE_BYTES."""
+    groups of lines by alignment in the image's data, and the lines that the barrier reads (``now``). Of the ranges all
+    of whose lines are read, ``bytes_of`` and ``bytes_at`` are the bytes that are in no line. Valid for ranges whose
+    addresses have these ``remainders`` modulo LINE_BYTES."""
 
     remainders: Integers
     lines_of: Integers
@@ -69,16 +72,19 @@ class _Draw:
     in_order: int
     """The number of leading lines that are contiguous in the image too: those of ``groups``."""
     now: Integers
+    bytes_of: Integers
+    bytes_at: Integers
 
 
 @dataclass(frozen=True, slots=True)
 class _PlacedDraw:
-    """A draw for ranges at these ``addresses``: row numbers of its lines in ``memory``."""
+    """A draw for ranges at these ``addresses``: the places of its lines and bytes in ``memory``."""
 
     addresses: Integers
     memory: ProcessMemory
     draw: _Draw
     lines: torch.Tensor
+    bytes: torch.Tensor
     now: torch.Tensor
 
 
@@ -97,24 +103,22 @@ class SamplePlan:
         self._sizes = np.array([p.bytes for p in self._ranges], dtype=np.int64)
         self._ordered = sum(p.order is None for p in self._ranges)
         self._uses = 0
-        self._pointers: array[int] | None = None
-        """The addresses of the last read: usually those of the next one."""
         self._placed: _PlacedDraw | None = None
+        """The draw of the last read: usually that of the next one."""
 
     def read(self, pointers: array[int]) -> Samples | None:
         """Read the samples; ``pointers`` are addresses by tensor number. None if there are no ranges."""
         if not self._ranges:
             return None
         placed = self._placed
-        if placed is None or self._pointers != pointers:
-            addresses = addresses_of(pointers, self.numbers) + self._offsets
-            if placed is None or not np.array_equal(placed.addresses, addresses):
-                draw = None if placed is None else placed.draw
-                placed = self._placed = self._place(addresses, draw)
-            self._pointers = pointers
+        addresses = addresses_of(pointers, self.numbers) + self._offsets
+        if placed is None or not np.array_equal(placed.addresses, addresses):
+            draw = None if placed is None else placed.draw
+            placed = self._placed = self._place(addresses, draw)
         with torch.inference_mode(False), torch.no_grad():
             lines = placed.memory.lines.index_select(0, placed.lines)
-        return Samples(self, placed, lines)
+            beside = placed.memory.bytes.index_select(0, placed.bytes)
+        return Samples(self, placed, lines, beside)
 
     def count_use(self) -> None:
         """Count a compared image. After DRAW_SERVES of them other lines are drawn, so that a change with a regular
@@ -137,6 +141,7 @@ class SamplePlan:
             memory=memory,
             draw=draw,
             lines=torch.from_numpy(lines),
+            bytes=torch.from_numpy(offsets[draw.bytes_of] + draw.bytes_at),
             now=torch.from_numpy(lines[draw.now]),
         )
 
@@ -149,6 +154,9 @@ class SamplePlan:
         lines_at = _spread_lines(nth, counts[lines_of], whole[lines_of], phase)
         self._move_to_element_order(lines_of, lines_at, head)
         lines_at += head[lines_of]
+        beside = np.where(counts == whole, self._sizes - whole * LINE_BYTES, 0)
+        bytes_of, at = enumerate_groups(beside)
+        bytes_at = np.where(at < head[bytes_of], at, at + whole[bytes_of] * LINE_BYTES)
         in_order = int(counts[: self._ordered].sum())
         return _Draw(
             remainders=remainders,
@@ -157,6 +165,8 @@ class SamplePlan:
             groups=_grouped((self._starts[lines_of] + lines_at)[:in_order]),
             in_order=in_order,
             now=np.flatnonzero(nth % np.maximum(1, counts[lines_of] // NOW_LINES) == 0),
+            bytes_of=bytes_of,
+            bytes_at=bytes_at,
         )
 
     def _move_to_element_order(
@@ -193,11 +203,12 @@ class SamplePlan:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The lines that were read of one state."""
+    """The lines, and the bytes beside them, that were read of one state."""
 
     _plan: SamplePlan
     _placed: _PlacedDraw
     _lines: torch.Tensor
+    _bytes: torch.Tensor
 
     def changed_in(self, data: torch.Tensor) -> list[int]:
         """The numbers of the tensors that differ from an image's ``data``, flat uint8."""
@@ -216,6 +227,8 @@ class Samples:
             offsets = draw.lines_at[draw.in_order :, None] + np.arange(LINE_BYTES)
             at = torch.from_numpy(self._plan.in_image(ranges, offsets.ravel()))
             found |= _numbers_where(ranges, data[at] != lines[draw.in_order :].flatten())
+        at = torch.from_numpy(self._plan.in_image(draw.bytes_of, draw.bytes_at))
+        found |= _numbers_where(draw.bytes_of, data[at] != self._bytes)
         return self._numbers(found)
 
     def changed_now(self) -> list[int]:
@@ -233,7 +246,8 @@ class Samples:
         """The numbers of the tensors that differ from samples of the same draw, read at another time."""
         draw = self._placed.draw
         assert draw is others._placed.draw, "samples of different draws cannot be compared"
-        return self._numbers(_numbers_where(draw.lines_of, (self._lines != others._lines).any(1)))
+        found = _numbers_where(draw.lines_of, (self._lines != others._lines).any(1))
+        return self._numbers(found | _numbers_where(draw.bytes_of, self._bytes != others._bytes))
 
     def _numbers(self, found: set[int]) -> list[int]:
         return sorted({int(self._plan.numbers[item]) for item in found})
@@ -244,8 +258,8 @@ def _alignment(item: SampledRange) -> tuple[bool, int]:
 
 
 def lines_max(ranges: Sequence[SampledRange]) -> Integers:
-    """The maximum number of lines of each range: NOW_LINES of one that is digested whole; otherwise a share of the
-    LINES_MAX of its tensor, reduced if the total would exceed LINES_ALL."""
+    """The maximum number of lines of each range: WHOLE_LINES of a short one, NOW_LINES of one that is digested whole;
+    otherwise a share of the LINES_MAX of its tensor, reduced if the total would exceed LINES_ALL."""
     sizes = np.array([p.bytes for p in ranges], dtype=np.int64)
     _, of = np.unique(np.array([p.index for p in ranges]), return_inverse=True)
     shares = sizes / np.bincount(of, weights=sizes)[of]
@@ -255,7 +269,8 @@ def lines_max(ranges: Sequence[SampledRange]) -> Integers:
     )
     counts[sizes <= WHOLE_BYTES] = NOW_LINES
     total = int(np.minimum(sizes // LINE_BYTES, counts).sum())
-    return counts if total <= LINES_ALL else np.maximum(NOW_LINES, counts * LINES_ALL // total)
+    counts = np.maximum(NOW_LINES, counts * min(LINES_ALL, total) // max(1, total))
+    return np.where(sizes <= WHOLE_LINES * LINE_BYTES, WHOLE_LINES, counts)
 
 
 def _spread_lines(nth: Integers, counts: Integers, whole: Integers, phase: float) -> Integers:

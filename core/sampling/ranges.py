@@ -1,7 +1,7 @@
 """Byte ranges of tensors in host memory, and digests of them.
 
-Short ranges are digested at each save, long ones in rotation. If a tensor is dense but not contiguous, the bytes of its
-image, which are in the order of elements, are rearranged to the order in memory before a comparison.
+Ranges of medium length are digested at each save, long ones in rotation. If a tensor is dense but not contiguous, the
+bytes of its image, which are in the order of elements, are rearranged to the order in memory before a comparison.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ MemoryOrder = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and item size in bytes."""
 
 LINE_BYTES = 64
+WHOLE_LINES = 16
+"""Ranges of up to so many lines are read whole: one call reads all of them."""
 WHOLE_BYTES = 32 << 10
-"""Ranges up to this size are digested at each save: that is faster than reading their lines."""
+"""Longer ranges up to this size are digested at each save: that is faster than reading their lines."""
 DIGEST_BYTES = 2 << 20
 """Bytes of long ranges that are digested at a save, in rotation: about half a millisecond."""
 
 
 class ProcessMemory:
     """Arrays over this process's memory between two addresses; owns nothing. The caller ensures that what it reads is
-    mapped. ``lines`` are rows of LINE_BYTES."""
+    mapped. ``lines`` are rows of LINE_BYTES, ``bytes`` are flat."""
 
     def __init__(self, low: int, high: int) -> None:
         self.low = low - low % LINE_BYTES
@@ -41,6 +43,7 @@ class ProcessMemory:
         with torch.inference_mode(False):
             rows = np.frombuffer(self.view, dtype=np.int64).reshape(-1, LINE_BYTES // 8)
             self.lines = torch.from_numpy(rows)
+            self.bytes = self.lines.view(torch.uint8).view(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,56 +76,49 @@ _digest = xxhash.xxh3_64_intdigest
 
 
 class RangeDigests:
-    """Digests of ranges of live tensors, to compare with the same ranges at another time, or in an image."""
+    """Digests of ranges of live tensors, to compare with an image: of some at each save, of the others in rotation."""
 
-    def __init__(self, ranges: Sequence[SampledRange]) -> None:
-        self._ranges = ranges
-        self._numbers = np.array([p.index for p in ranges], dtype=np.int64)
-        self._offsets = np.array([p.offset for p in ranges], dtype=np.int64)
-        self._sizes = np.array([p.bytes for p in ranges], dtype=np.int64)
-        self._distinct = np.unique(self._numbers)
-        self._pointers: array[int] | None = None
-        """The addresses of the last call: usually those of the next one."""
+    def __init__(self, always: Sequence[SampledRange], in_turn: Sequence[SampledRange]) -> None:
+        self._ranges = [*always, *in_turn]
+        self._always = self._next = len(always)
+        self._numbers = np.array([p.index for p in self._ranges], dtype=np.int64)
+        self._offsets = np.array([p.offset for p in self._ranges], dtype=np.int64)
+        self._sizes = np.array([p.bytes for p in self._ranges], dtype=np.int64)
         self._placed: tuple[Integers, ProcessMemory, list[slice]] | None = None
-        self._next = 0
+        """The addresses of the last call, which usually are those of the next one, and the ranges there."""
 
-    def rotate(self, most_bytes: int | None) -> Sequence[int]:
-        """The numbers of the next ranges in rotation, as many as ``most_bytes`` hold (None: all ranges)."""
+    def digest(self, pointers: array[int], most_bytes: int | None) -> dict[int, int]:
+        """Digest some ranges, and the next others in rotation, as many as ``most_bytes`` hold (None: all). ``pointers``
+        are addresses by tensor number. Return the digests by range number."""
+        chosen = self._choose(most_bytes)
+        if not chosen:
+            return {}
+        memory, slices = self._place(addresses_of(pointers, self._numbers))
+        views = map(memory.view.__getitem__, map(slices.__getitem__, chosen))
+        return dict(zip(chosen, map(_digest, views), strict=True))
+
+    def _choose(self, most_bytes: int | None) -> Sequence[int]:
         if most_bytes is None:
             return range(len(self._ranges))
-        chosen: list[int] = []
+        chosen = [*range(self._always)]
         while len(chosen) < len(self._ranges):
             most_bytes -= self._ranges[self._next].bytes
             if most_bytes < 0:
                 break
             chosen.append(self._next)
-            self._next = (self._next + 1) % len(self._ranges)
+            self._next += 1
+            if self._next == len(self._ranges):
+                self._next = self._always
         return chosen
 
-    def digest(self, pointers: array[int], chosen: Sequence[int] | None = None) -> dict[int, int]:
-        """Digest the ``chosen`` ranges (None: all); ``pointers`` are addresses by tensor number. Return the digests by
-        range number."""
-        if chosen is None:
-            chosen = range(len(self._ranges))
-        if not chosen:
-            return {}
-        if self._placed is None or self._pointers != pointers:
-            self._place(pointers)
-        assert self._placed is not None
-        _, memory, slices = self._placed
-        views = map(memory.view.__getitem__, map(slices.__getitem__, chosen))
-        return dict(zip(chosen, map(_digest, views), strict=True))
-
-    def _place(self, pointers: array[int]) -> None:
-        self._pointers = pointers
-        found = addresses_of(pointers, self._distinct)
-        if self._placed is not None and np.array_equal(self._placed[0], found):
-            return
-        addresses = addresses_of(pointers, self._numbers) + self._offsets
-        memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
-        starts = addresses - memory.low
-        slices = [*map(slice, starts.tolist(), (starts + self._sizes).tolist())]
-        self._placed = found, memory, slices
+    def _place(self, addresses: Integers) -> tuple[ProcessMemory, list[slice]]:
+        if self._placed is None or not np.array_equal(self._placed[0], addresses):
+            starts = addresses + self._offsets
+            memory = ProcessMemory(int(starts.min()), int((starts + self._sizes).max()))
+            starts -= memory.low
+            slices = [*map(slice, starts.tolist(), (starts + self._sizes).tolist())]
+            self._placed = addresses, memory, slices
+        return self._placed[1:]
 
     def changed_in(self, data: memoryview, digests: Mapping[int, int]) -> set[int]:
         """The numbers of the tensors whose ranges have other digests in an image's ``data``."""
@@ -140,14 +136,10 @@ class RangeDigests:
                 found.add(item.index)
         return found
 
-    def differ(self, digests: Mapping[int, int], others: Mapping[int, int]) -> set[int]:
-        """The numbers of the tensors whose digests, taken at two times, differ."""
-        return {self._ranges[n].index for n, digest in digests.items() if others[n] != digest}
-
 
 def addresses_of(pointers: array[int], numbers: Integers) -> Integers:
     """The addresses of tensors by their numbers."""
-    return np.frombuffer(pointers, dtype=np.int64)[numbers]
+    return np.frombuffer(pointers, dtype=np.int64).take(numbers)
 
 
 def logical_offsets(

@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
-from operator import itemgetter
+from itertools import chain, repeat
+from operator import contains, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -78,12 +78,15 @@ class ModuleScan:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters with their names in the state."""
-        names: Iterable[str] = self.parameters
-        if self.has_wrappers:
-            names = map(self._strip, names)
-        prefix = f"{self.name}." if self.name else ""
-        names = map(prefix.__add__, naming.module_parts(names))
-        return zip(names, self.parameters.values(), strict=True)
+        for raw, parameter in self.parameters.items():
+            yield naming.join(self.name, self.key_name(raw)), parameter
+
+    def names_of_parameters(self) -> dict[int, str]:
+        """The names of the parameters in the state, by id; of several names the first."""
+        found: dict[int, str] = {}
+        for name, parameter in self.named_parameters():
+            found.setdefault(id(parameter), name)
+        return found
 
     @cached_property
     def by_extra_state_key(self) -> dict[str, nn.Module]:
@@ -238,27 +241,27 @@ def describe_tree(
         at.update({raw + name: first_buffer + n for n, name in enumerate(module._buffers)})
     if not at.keys() >= set(keys):
         return None
-    entries_at = tuple(at[key] for key in keys)
     return KnownModuleTree(
         shape=tree.shape,
-        parameters=tuple(name for name, _ in scan.named_parameters()),
-        parameters_at=tuple(at[raw] for raw in scan.parameters),
-        entries_at=entries_at,
-        buffers=tuple(n for n, index in enumerate(entries_at) if index >= tree.parameters),
+        parameters=scan.names_of_parameters(),
+        entries_at=tuple(at[key] for key in keys),
         declared=declared,
     )
 
 
 @dataclass(slots=True)
 class Scans:
-    """The scans of all modules of a state, made before the walk, and all parameters by id, with their names.
+    """The scans of all modules of a state, made before the walk.
 
     ``trees`` maps a module's id to its first name in the state, its tree, and the tree's description, if known.
+    ``parameters`` are the names of all parameters by id, never changed in place; ``live`` are the parameters, some of
+    them twice, and None for those that a module lacks.
     """
 
     by_module: dict[int, ModuleScan] = field(default_factory=dict)
     trees: dict[int, tuple[str, ModuleTree, KnownModuleTree | None]] = field(default_factory=dict)
-    parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
+    parameters: dict[int, str] = field(default_factory=dict)
+    live: list[Any] = field(default_factory=list)
 
     def of(self, module: nn.Module, name: str) -> ModuleScan:
         """The scan of a module at ``name``; a module may have several names."""
@@ -272,7 +275,9 @@ class Scans:
         at, tree, known = self.trees.get(id(module), ("", None, None))
         return (tree, known) if at == name else (None, None)
 
-    def add(self, module: nn.Module, name: str, known: Mapping[str, KnownModuleTree]) -> None:
+    def add(
+        self, module: nn.Module, name: str, known: Mapping[str, KnownModuleTree | None]
+    ) -> None:
         """Add the module at ``name``."""
         tree = tree_of(module)
         if tree is not None:
@@ -281,28 +286,19 @@ class Scans:
                 before = None
             self.trees[id(module)] = (name, tree, before)
             if before is not None:
-                parameters = [tree.tensors[at] for at in before.parameters_at]
-                self._add_parameters([*zip(before.parameters, parameters, strict=True)])
+                self.add_parameters(before.parameters, tree.tensors[: tree.parameters])
                 return
         found = self.by_module[id(module)] = scan(module, name)
-        self._add_parameters([*found.named_parameters()])
+        self.add_parameters(found.names_of_parameters(), found.parameters.values())
 
-    def _add_parameters(self, named: list[tuple[str, Any]]) -> None:
-        """Add the parameters of a module; one that already has a name keeps it."""
-        ids = [id(parameter) for _, parameter in named]
-        found = dict(zip(ids, named, strict=True))
-        if len(found) < len(ids):
-            found.update(zip(reversed(ids), reversed(named), strict=True))
-        if not self.parameters:
-            self.parameters = found
-            return
-        for each in found.keys() & self.parameters.keys():
-            del found[each]
-        self.parameters.update(found)
+    def add_parameters(self, names: dict[int, str], live: Iterable[Any]) -> None:
+        """Add parameters, with their names by id; one that already has a name keeps it."""
+        self.live += live
+        self.parameters = self.parameters | names | self.parameters if self.parameters else names
 
 
 def scan_state(
-    state: Mapping[object, object], known: Mapping[str, KnownModuleTree] | None = None
+    state: Mapping[object, object], known: Mapping[str, KnownModuleTree | None] | None = None
 ) -> Scans:
     """Scan all modules and bare parameters of a state. Descends into plain containers only, and calls no user code.
     ``known`` has the tree descriptions of earlier walks, by name."""
@@ -313,7 +309,11 @@ def scan_state(
 
 
 def _find(
-    value: object, name: str, scans: Scans, known: Mapping[str, KnownModuleTree], depth: int
+    value: object,
+    name: str,
+    scans: Scans,
+    known: Mapping[str, KnownModuleTree | None],
+    depth: int,
 ) -> None:
     kind = type(value)
     if kind is Item:
@@ -322,7 +322,7 @@ def _find(
         if id(value) not in scans.by_module and id(value) not in scans.trees:
             scans.add(value, name, known)
     elif kind is nn.Parameter or (isinstance(value, nn.Parameter) and wrappers.is_wrapper(value)):
-        scans.parameters.setdefault(id(value), (name, value))  # type: ignore[arg-type]
+        scans.add_parameters({id(value): name}, [value])
     elif depth <= value_codec.DEPTH_MAX:
         is_mapping = kind in value_codec.MAPPINGS
         for key, child in value_codec.children(value):
@@ -350,13 +350,15 @@ _TREE_MODULES_MAX = 1 << 20
 
 
 class ModuleTreeShape(NamedTuple):
-    """Everything but the tensors that determines the entries of a module tree's ``state_dict``."""
+    """Everything but the tensors' memory that determines the entries of a module tree's ``state_dict``: ``tensors`` are
+    the types of the tensors, ``ids`` their ids."""
 
     modules: list[type[Any]]
     lengths: list[list[int]]
     keys: list[list[str]]
     tensors: list[type[Any]]
-    not_persistent: list[frozenset[str]]
+    ids: list[int]
+    not_persistent: dict[int, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -371,48 +373,55 @@ class ModuleTree:
 
 
 def tree_of(root: nn.Module) -> ModuleTree | None:
-    """The tree of a module; None if anything but its tensors determines its state_dict."""
-    modules = [root]
-    children: list[Any] = []
-    parameters: list[Any] = []
-    buffers: list[Any] = []
-    not_persistent = []
-    for module in modules:  # grows during the loop
-        own = module.__dict__
-        if "state_dict" in own or "_save_to_state_dict" in own:
+    """The tree of a module; None if anything but its tensors determines its state_dict. Level by level, each attribute
+    of all modules of a level by one call: a loop over modules would take a microsecond for each."""
+    modules, level = [root], [root]
+    read: list[tuple[Any, ...]] = []
+    try:
+        while level and len(modules) <= _TREE_MODULES_MAX:
+            own = [*map(vars, level)]
+            if any(any(map(contains, own, repeat(method))) for method in _METHODS):
+                return None
+            found = [*map(_ATTRIBUTES, own)]
+            below = chain.from_iterable(map(dict.values, map(itemgetter(0), found)))
+            level = [child for child in below if child is not None]
+            modules += level
+            read += found
+        children, parameters, buffers, hooks, pre_hooks, hidden = zip(*read, strict=True)
+        tables = (children, parameters, buffers)
+        kinds = [*map(type, modules)]
+        if level or any(hooks) or any(pre_hooks) or not all(map(_is_stock, set(kinds))):
             return None
-        if own.get("_state_dict_hooks", 1) or own.get("_state_dict_pre_hooks", 1):
+        if set(map(type, chain(*tables))) != {dict}:
             return None
-        below = own.get("_modules")
-        children.append(below)
-        parameters.append(own.get("_parameters"))
-        buffers.append(own.get("_buffers"))
-        if below:
-            modules += [child for child in below.values() if child is not None]
-        if hidden := own.get("_non_persistent_buffers_set"):
-            not_persistent.append(frozenset(hidden))
-        if len(modules) > _TREE_MODULES_MAX:
-            return None
-    kinds = [*map(type, modules)]
-    tables = (children, parameters, buffers)
-    if not all(map(_is_stock, set(kinds))) or set(map(type, chain(*tables))) != {dict}:
+    except (KeyError, TypeError):  # a module without these attributes
         return None
     tensors: list[torch.Tensor | None] = [*chain.from_iterable(map(dict.values, parameters))]
     count = len(tensors)
     tensors += chain.from_iterable(map(dict.values, buffers))
-    found = [*map(type, tensors)]
-    if not set(found) <= _PLAIN_KINDS:
+    types = [*map(type, tensors)]
+    if not set(types) <= _PLAIN_KINDS:
         return None
     shape = ModuleTreeShape(
         kinds,
         [[*map(len, table)] for table in tables],
         [[*chain.from_iterable(table)] for table in tables],
-        found,
-        not_persistent,
+        types,
+        [*map(id, tensors)],
+        {at: frozenset(names) for at, names in enumerate(hidden) if names},
     )
     return ModuleTree(shape, modules, count, tensors)
 
 
+_METHODS = ("state_dict", "_save_to_state_dict")
+_ATTRIBUTES = itemgetter(
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_non_persistent_buffers_set",
+)
 _PLAIN_KINDS = {torch.Tensor, nn.Parameter, type(None)}
 
 
@@ -427,15 +436,11 @@ def _is_stock(kind: type[nn.Module]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownModuleTree:
-    """The state_dict of a tree of some shape, as indices into the tree's tensors.
-
-    ``parameters`` are the names of the parameters, ``parameters_at`` their indices. ``entries_at`` are the indices of
-    the state_dict's entries, in its order; ``buffers`` are the positions of those that are buffers. ``declared`` is
-    the ``changes`` of the ``item()`` around the module."""
+    """The state_dict of a tree of some shape: ``entries_at`` are the indices of its entries in the tree's tensors, in
+    its order. ``parameters`` are the names of the parameters by id; ``declared`` is the ``changes`` of the ``item()``
+    around the module."""
 
     shape: ModuleTreeShape
-    parameters: tuple[str, ...]
-    parameters_at: tuple[int, ...]
+    parameters: dict[int, str]
     entries_at: tuple[int, ...]
-    buffers: tuple[int, ...]
     declared: object

@@ -7,8 +7,7 @@ dtype. For one whose class, object or hooks change ``state_dict`` or ``load_stat
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
-from operator import itemgetter
+from itertools import chain
 
 import torch
 from torch.optim import Optimizer
@@ -45,8 +44,9 @@ class Numbering:
     numbers: dict[int, int]
     names: tuple[str | None, ...]
     groups: tuple[tuple[int, ...], ...]
-    found_in: tuple[list[int], tuple[str | None, ...], list[int]]
-    """The parameters' ids and names, and the groups' lengths: they determine everything else."""
+    found_in: tuple[list[int], list[int], dict[int, str]]
+    """The parameters' ids, the groups' lengths, and the names of the state's parameters by id: they determine
+    everything else."""
 
     def state_name(self, number: int) -> str:
         """The name of a parameter's state, relative to ``<optimizer>.state``."""
@@ -59,12 +59,10 @@ def number_parameters(
     """Number the parameters of an optimizer; ``before`` is an earlier result, which is reused if it is still right."""
     parameters = tuple(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
     ids = [*map(id, parameters)]
-    names = tuple(map(itemgetter(0), map(scans.parameters.get, ids, repeat((None,)))))
-    lengths = [len(group["params"]) for group in optimizer.param_groups]
-    if before is not None and before.found_in == (ids, names, lengths):
+    found_in = ids, [len(group["params"]) for group in optimizer.param_groups], scans.parameters
+    if before is not None and before.found_in == found_in:
         return replace(before, parameters=parameters)
     numbers = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # first wins
     groups = [map(numbers.__getitem__, map(id, g["params"])) for g in optimizer.param_groups]
-    return Numbering(
-        parameters, numbers, names, tuple(map(tuple, groups)), found_in=(ids, names, lengths)
-    )
+    names = tuple(map(scans.parameters.get, ids))
+    return Numbering(parameters, numbers, names, tuple(map(tuple, groups)), found_in)

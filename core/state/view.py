@@ -20,7 +20,7 @@ one structure give equal trees, which are cheap to compare.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +55,10 @@ class StateView:
     UNSHARED; IN_OPTIMIZER; NO_OWNER), its trail, whether its memory equals its bytes in the image (``plain``), its
     strides if it is dense but not contiguous, and its position in a sharded tensor (``block_positions``).
 
-    ``parameters`` maps the ids of all parameters, of modules and bare, to name and parameter. ``rules`` are the
-    ``on_resize`` rules by name, without defaults. ``types`` are the classes of optimizers and other objects with a
-    state_dict, by name. ``structure`` has everything that a layout depends on: equal structures have equal layouts.
+    ``parameters`` maps the ids of all parameters, of modules and bare, to their names; ``live_parameters`` has them,
+    and None. ``rules`` are the ``on_resize`` rules by name, without defaults. ``types`` are the classes of optimizers
+    and other objects with a state_dict, by name. ``structure`` has everything that a layout depends on: equal
+    structures have equal layouts.
     """
 
     names: tuple[str, ...]
@@ -68,7 +69,8 @@ class StateView:
     trails: tuple[Trail, ...]
     plain: tuple[bool, ...]
     strides: tuple[tuple[int, ...] | None, ...]
-    parameters: Mapping[int, tuple[str, nn.Parameter]]
+    parameters: Mapping[int, str]
+    live_parameters: Sequence[nn.Parameter | None] = ()
     optimizers: tuple[Optimizer, ...]
     tree: Node
     dtypes: tuple[torch.dtype, ...]

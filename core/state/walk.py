@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -93,6 +93,7 @@ def walk_state(
         sources=table.tensors,
         pointers=table.pointers,
         parameters=scans.parameters,
+        live_parameters=scans.live,
         optimizers=tuple(walk.optimizers),
         tree=tree,
         values=walk.values,
@@ -327,7 +328,6 @@ class _Walk:
                 trail, f"has a state_dict() that is not a mapping of str: {type(state).__name__}"
             )
         keys = tuple(state)
-        cache_key = ("module", keys, scan.signature(), self._declared, self._owner)
         owners = scan.owners_of(state)
         made = [key for key, owner in zip(keys, owners, strict=True) if owner == NO_OWNER]
         if unshared := tensors.unshared(state, made):
@@ -335,19 +335,19 @@ class _Walk:
                 UNSHARED if key in unshared else o for key, o in zip(keys, owners, strict=True)
             ]
         entries = list(state.values())
+        cache_key: Any = ("module", keys, scan.signature(), self._declared, self._owner, owners)
         if any_sharded(entries):
             entries, cache_key = self._local_parts(entries, cache_key, trail)
         node = self._cached_or(
             name,
             cache_key,
             entries,
-            owners,
             lambda: self._walk_module(scan, state, owners, name, trail, depth),
         )
-        if tree is not None and self._cache.find(name) is not None:
-            known = modules.describe_tree(scan, tree, keys, self._declared)
-            if known is not None:
-                self._cache.trees[name] = known
+        if tree is not None:
+            self._cache.trees[name] = modules.describe_tree(scan, tree, keys, self._declared)
+        else:
+            self._cache.trees.pop(name, None)
         return node
 
     def _cached_tree(self, tree: ModuleTree, known: KnownModuleTree, name: str) -> Node | None:
@@ -356,17 +356,19 @@ class _Walk:
         part = self._cache.find(name)
         if part is None or known.declared is not self._declared:
             return None
-        sources = [*map(tree.tensors.__getitem__, known.entries_at)]
-        entries = [*map(torch.Tensor.detach, sources)]  # type: ignore[arg-type]
-        owners = [*map(id, sources)]
-        for place in known.buffers:
-            owners[place] = NO_OWNER
-        first = len(self.table.tensors)
-        if not (
-            part.matches(first, part.cache_key, owners, entries) and self.table.reuse(part, entries)
-        ):
-            return None
+        sources: Any = map(tree.tensors.__getitem__, known.entries_at)
+        return self._cached(name, part.cache_key, [*map(torch.Tensor.detach, sources)])
+
+    def _cached(
+        self, name: str, cache_key: tuple[Any, ...], entries: list[torch.Tensor]
+    ) -> Node | None:
+        """The node of the previous walk, if these tensors have the same fingerprints."""
         self._used_names.add(name)
+        part, first = self._cache.find(name), len(self.table.tensors)
+        if part is None or part.first != first or part.cache_key != cache_key:
+            return None
+        if not (part.fingerprints.are_of(entries) and self.table.reuse(part, entries)):
+            return None
         return part.node
 
     def _cached_or(
@@ -374,24 +376,17 @@ class _Walk:
         name: str,
         cache_key: tuple[Any, ...],
         entries: list[Any],
-        owners: list[int],
         walk: Callable[[], Node],
     ) -> Node:
-        """The node of the previous walk, if these tensors have the same fingerprints; else walk and cache them."""
-        first = len(self.table.tensors)
-        part = self._cache.find(name)
-        self._used_names.add(name)
-        if (
-            part is not None
-            and part.matches(first, cache_key, owners, entries)
-            and self.table.reuse(part, entries)
-        ):
-            return part.node
-        values = len(self.values)
+        """As ``_cached``; if there is no such node, walk and cache them."""
+        node = self._cached(name, cache_key, entries)
+        if node is not None:
+            return node
+        first, values = len(self.table.tensors), len(self.values)
         node = walk()
         known = None
         if len(self.values) == values:
-            known = self.table.cache_part(first, cache_key, owners, entries, node)
+            known = self.table.cache_part(first, cache_key, entries, node)
         self._cache.remember(name, known)
         return node
 
@@ -450,17 +445,18 @@ class _Walk:
         states = state.values()
         if not set(map(type, states)) <= {dict}:
             return walk()
-        keys = [*chain.from_iterable(states)]
-        numbers = [*map(numbering.numbers.get, map(id, state))]
-        if not _all_str(keys) or None in numbers:
-            return walk()
-        lengths = [*map(len, states)]
-        cache_key = ("optimizer", numbering.names, numbers, lengths, keys, self._declared)
+        ids, keys = [*map(id, state)], [*chain.from_iterable(states)]
+        numbered = (numbering.names, numbering.numbers)
+        cache_key: Any = ("optimizer", *numbered, ids, [*map(len, states)], keys, self._declared)
         entries = [*chain.from_iterable(map(dict.values, states))]
-        owners = [*chain.from_iterable(map(repeat, map(id, state), lengths))]
         if any_sharded(entries):
             entries, cache_key = self._local_parts(entries, cache_key, trail)
-        return self._cached_or(name, cache_key, entries, owners, walk)
+        node = self._cached(name, cache_key, entries)
+        if node is not None:
+            return node
+        if not _all_str(keys) or not numbering.numbers.keys() >= set(ids):
+            return walk()
+        return self._cached_or(name, cache_key, entries, walk)
 
     def _optimizer_state(
         self,

@@ -48,7 +48,7 @@ class Fingerprints:
 
     def __init__(self, entries: Sequence[torch.Tensor]) -> None:
         """Raises RuntimeError if one of the tensors has no address or strides."""
-        self.pointers = array("Q", map(_POINTER, entries))
+        self.pointers = [*map(_POINTER, entries)]
         self._has_repeats = len({*map(id, entries)}) < len(entries)
         self._guards = _Guards(
             *self._distinct(entries),
@@ -59,7 +59,7 @@ class Fingerprints:
     def are_of(self, entries: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors have the same fingerprints."""
         try:
-            pointers = array("Q", map(_POINTER, entries))
+            pointers = [*map(_POINTER, entries)]
         except (RuntimeError, TypeError):  # one has no address, or is no tensor
             return False
         # The guards would end the process at a nested tensor.
@@ -100,35 +100,19 @@ class Columns(NamedTuple):
 class CachedPart:
     """Consecutive tensors of a walk's table, from number ``first`` on, and their node.
 
-    ``cache_key`` must be equal, as must fingerprints and ``owners``, which cover all tensors of the module or
-    optimizer. ``picked`` are the indices of the stored ones among these (None: all, in order). ``first_at`` maps
-    addresses to numbers.
+    ``cache_key`` must be equal, as must the fingerprints, which cover all tensors of the module or optimizer.
+    ``picked`` are the indices of the stored ones among these (None: all, in order). ``first_at`` maps addresses to
+    numbers.
     """
 
     first: int
     cache_key: tuple[Any, ...]
-    owners: list[int]
     fingerprints: Fingerprints
     node: Any
     columns: Columns
     pointers: array[int]
     picked: tuple[int, ...] | None
     first_at: dict[int, int]
-
-    def matches(
-        self,
-        first: int,
-        cache_key: tuple[Any, ...],
-        owners: list[int],
-        entries: Sequence[torch.Tensor],
-    ) -> bool:
-        """Whether tensors with these properties, found at this place of a walk, equal this part."""
-        return (
-            self.first == first
-            and self.cache_key == cache_key
-            and self.owners == owners
-            and self.fingerprints.are_of(entries)
-        )
 
 
 class WalkCache:
@@ -137,7 +121,7 @@ class WalkCache:
 
     def __init__(self) -> None:
         self._parts: dict[str, CachedPart] = {}
-        self.trees: dict[str, KnownModuleTree] = {}
+        self.trees: dict[str, KnownModuleTree | None] = {}
         self.numberings: dict[str, Numbering] = {}
         """Of the previous walk's optimizers, without their parameters."""
         self.columns: Columns | None = None
@@ -157,7 +141,7 @@ class WalkCache:
         """Remove everything that is not of ``names``."""
         for known in (self._parts, self.trees):
             for name in known.keys() - set(names):
-                del known[name]
+                known.pop(name)
 
 
 class TensorTable:
@@ -240,7 +224,6 @@ class TensorTable:
         self,
         first: int,
         cache_key: tuple[Any, ...],
-        owners: list[int],
         entries: Sequence[torch.Tensor],
         node: Any,
     ) -> CachedPart | None:
@@ -262,7 +245,6 @@ class TensorTable:
         part = self._parts[first] = CachedPart(
             first=first,
             cache_key=cache_key,
-            owners=owners,
             fingerprints=fingerprints,
             node=node,
             columns=Columns(*(tuple(column[first:]) for column in self._columns)),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -46,16 +45,6 @@ def module_part(key: str) -> str:
     if key.isascii() and "%" not in key and "/" not in key and key and key != _METADATA:
         return key
     return _escape(key, _UNSAFE_IN_MODULE)
-
-
-def module_parts(keys: Iterable[str]) -> Iterable[str]:
-    """Encode many keys; one test of their concatenation finds the usual case that none needs it."""
-    keys = tuple(keys)
-    text = "".join(keys)
-    plain = text.isascii() and "%" not in text and "/" not in text
-    if plain and "" not in keys and _METADATA not in keys:
-        return keys
-    return map(module_part, keys)
 
 
 def join(prefix: str, part_: str) -> str:

@@ -275,6 +275,39 @@ def test_a_full_check_finds_one_element(shape: Callable[[], torch.Tensor]) -> No
         assert caught.value.tensors == ("on.w",)
 
 
+SHORT: dict[str, Callable[[], torch.Tensor]] = {
+    "one byte": lambda: torch.tensor(7, dtype=torch.uint8),
+    "one number": lambda: torch.tensor(3.0),
+    "a byte less than a line": lambda: torch.arange(63).to(torch.uint8),
+    "a byte more than a line": lambda: torch.arange(65).to(torch.uint8),
+    "across two lines": lambda: torch.arange(100).to(torch.uint8)[60:68],
+    "behind an odd byte": lambda: torch.arange(1025).to(torch.uint8)[1:],
+    "as long as is read whole": lambda: noise(256),
+    "longer than is read whole": lambda: noise(257),
+    "transposed": lambda: noise(13, 17).t(),
+    "transposed behind an odd byte": lambda: torch.arange(222).to(torch.uint8)[1:].view(13, 17).t(),
+}
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_a_write_to_any_byte_of_a_short_tensor_is_found(kind: str) -> None:
+    """Whether the byte is in one of its cache lines, or beside them."""
+    source = SHORT[kind]()
+    view = walk_state(lazily(before=noise(3), w=source, same=noise(300)))
+    layout = plan_layout(view)
+    cut = segments.Segmentation(layout, view, 1 << 20)
+    data = memoryview(bytearray(layout.data_bytes))
+    for placement in layout.placements:
+        data[placement.start : placement.end] = raw(view.sources[placement.index])
+    at = next(p for p in layout.placements if p.name == "on.w")
+    check = CheckPlan(cut, view).begin(TensorSources(view, cut.lazy), {}, 0)
+    assert not check.changed_in(data)
+    for byte in range(at.start, at.end):
+        data[byte] ^= 1
+        assert check.changed_in(data) == {at.index}
+        data[byte] ^= 1
+
+
 def test_digests_come_round_to_every_byte() -> None:
     """A save digests few; the next one goes on where it stopped."""
     view = walk_state(lazily(w=(source := noise(3 << 20))))

@@ -63,7 +63,7 @@ def seen(view: StateView) -> dict[str, Any]:
         "tensors": kept,
         "structure": view.structure,
         "values": view.values,
-        "parameters": [(name, id(parameter)) for name, parameter in view.parameters.values()],
+        "parameters": [*view.parameters.items()],
         "optimizers": [id(optimizer) for optimizer in view.optimizers],
     }
 
@@ -212,6 +212,46 @@ def one_step_for_all(run: Run) -> None:
         held["step"] = step
 
 
+def replace_parameter(run: Run) -> None:
+    """The optimizer's tensors stay, and belong to another parameter."""
+    old, parameters = run.model.first.weight, run.optimizer.param_groups[0]["params"]
+    run.model.first.weight = nn.Parameter(old.detach())
+    parameters[0] = run.model.first.weight
+    run.optimizer.state = {
+        run.model.first.weight if key is old else key: value
+        for key, value in run.optimizer.state.items()
+    }  # type: ignore[assignment]
+
+
+def same_memory_in_another_place(run: Run) -> None:
+    run.model.norm.running_mean, run.model.norm.running_var = (
+        run.model.norm.running_var,
+        run.model.norm.running_mean,
+    )
+
+
+class Halved(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight.detach()[:2]
+
+
+def change_class(run: Run) -> None:
+    run.model.square.__class__ = Halved
+
+
+def save_otherwise(run: Run) -> None:
+    linear = run.model.square
+    linear._save_to_state_dict = lambda *args: Halved._save_to_state_dict(linear, *args)  # type: ignore[method-assign]
+
+
+def drop_bias(run: Run) -> None:
+    run.model.last.bias = None
+
+
+def add_module(run: Run) -> None:
+    run.model.first.add_module("adapter", nn.Linear(2, 2))
+
+
 def nothing(run: Run) -> None:
     """Most saves."""
 
@@ -254,6 +294,12 @@ KINDS: list[Callable[[Run], None]] = [
     keep_a_graph,
     wrap,
     one_step_for_all,
+    replace_parameter,
+    same_memory_in_another_place,
+    change_class,
+    save_otherwise,
+    drop_bias,
+    add_module,
     nothing,
     values_only,
 ]
@@ -327,6 +373,38 @@ def test_a_class_that_is_given_a_state_dict_of_its_own_is_asked_by_it(
     view = walk_state(run.state, recall)
     weight = view.sources[view.names.index("model.first.weight")]
     assert torch.equal(weight, 2 * run.model.first.weight)
+
+
+def test_a_hook_that_came_and_went_leaves_nothing() -> None:
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, more: object) -> None:
+        for key in list(state):
+            state[f"renamed_{key}"] = state.pop(key)
+
+    run, recall = Run(), WalkCache()
+    for _ in range(2):
+        walk_state(run.state, recall)
+        hook = run.model.register_state_dict_post_hook(rename)
+        for _ in range(2):
+            assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
+        hook.remove()
+        assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
+
+
+def test_a_module_within_that_gets_a_hook_or_hides_another_buffer_is_seen() -> None:
+    run, recall = Run(), WalkCache()
+    for module in (run.model.norm, run.model.first):
+        module.register_buffer("scratch", torch.ones(2), persistent=module is run.model.first)
+    for _ in range(2):
+        walk_state(run.state, recall)
+    run.model.norm._non_persistent_buffers_set.clear()
+    run.model.first._non_persistent_buffers_set.add("scratch")
+    assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
+    run.model.last.register_state_dict_pre_hook(
+        lambda module, prefix, keep: module.bias.data.add_(1)
+    )
+    before = run.model.last.bias.detach().clone()
+    walk_state(run.state, recall)
+    assert torch.equal(run.model.last.bias, before + 1)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
