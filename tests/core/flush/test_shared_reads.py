@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.steps import wait_until
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.flush.tasks import CopyRun, CopySource
@@ -144,15 +143,6 @@ class Worker:
         return self._task.result()
 
 
-def test_what_another_tier_writes_from_is_not_read_again() -> None:
-    tiers = Tiers("a", "b")
-    a = Worker(tiers, run_to("a")).started()
-    b = Worker(tiers, run_to("b")).started()
-    assert a.end() == b.end() == wants(run_to("a"))
-    assert [run.tier for run in tiers.reads] == ["a"]
-    tiers.check_buffers()
-
-
 @pytest.mark.parametrize("slow", ["a", "b"])
 def test_a_tier_that_hangs_in_a_write_keeps_no_buffer_of_the_other(slow: str) -> None:
     """Whoever read it: with one buffer each, the fast one brings the whole image meanwhile."""
@@ -184,32 +174,6 @@ def test_a_hanging_read_is_waited_for_no_longer_than_was_reported() -> None:
     go_on.set()
     assert a.started().end() == wants(run_to("a"))
     assert [run.tier for run in tiers.reads] == ["a", "b"]
-    tiers.check_buffers()
-
-
-def test_a_read_that_fails_is_the_readers_alone() -> None:
-    """Of three who want it the first fails: one of the others reads, and the third takes it from that one."""
-    tiers = Tiers("a", "b", "c")
-    reading, fail = threading.Event(), threading.Event()
-
-    def break_first(run: CopyRun) -> None:
-        if run.tier == "a":
-            reading.set()
-            assert fail.wait(PATIENCE_S)
-            raise ZeroDivisionError
-
-    tiers.before_read = break_first
-    a = Worker(tiers, run_to("a"))
-    assert reading.wait(PATIENCE_S)
-    others = [Worker(tiers, run_to(tier)) for tier in ("b", "c")]
-    wait_until(lambda: tiers.waiting() == 2, "both wait")
-    fail.set()
-    for other in others:
-        other.started()
-    with pytest.raises(ZeroDivisionError):
-        a.end()
-    assert [other.end() for other in others] == [wants(run_to("b"))] * 2
-    assert len(tiers.reads) == 2
     tiers.check_buffers()
 
 
