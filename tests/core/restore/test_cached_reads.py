@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -28,7 +27,6 @@ from tierfall.core.copies.chunk_reader import (
     PIECE_BYTES,
     STRAIGHT_BYTES,
     TargetWriter,
-    copy_bytes,
 )
 from tierfall.core.copies.images import StoredImage
 from tierfall.core.load.build import Fill
@@ -36,16 +34,6 @@ from tierfall.core.types.errors import BackendError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 
 ONE = CheckpointId(5, 1)
-
-
-@pytest.mark.parametrize(
-    "count", [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 17]
-)
-def test_copy_moves_just_these_bytes(count: int) -> None:
-    source = ctypes.create_string_buffer(os.urandom(count + 8), count + 8)
-    target = ctypes.create_string_buffer(b"\xee" * (count + 8), count + 8)
-    copy_bytes(ctypes.addressof(target) + 3, ctypes.addressof(source) + 5, count)
-    assert target.raw == b"\xee" * 3 + source.raw[5 : 5 + count] + b"\xee" * 5
 
 
 # Pieces ----------------------------------------------------------------------------------------------
@@ -212,17 +200,6 @@ def test_a_chunk_that_is_damaged_in_the_cache_alone_is_read_again_from_the_disk(
     assert len(tiers.store.from_disk) == 1
     assert set(restored.tally.bytes) == {"disk"}
     assert any(f"chunk {chunk} of {ONE} on disk" in each for each in passed_over(restored))
-
-
-@pytest.mark.parametrize("chunk", [0, 5])
-def test_a_chunk_that_is_damaged_on_the_disk_too_is_read_from_the_next_tier(chunk: int) -> None:
-    tiers, state = CachedTiers("far"), state_of(-1)
-    tiers.store.flip(chunk, disk=True)
-    restored = tiers.restore(state)
-    assert restored is not None
-    assert holds(state, 5)
-    assert set(restored.tally.bytes) == {"disk", "far"}
-    assert len(list(passed_over(restored))) == 1
 
 
 def test_a_cache_that_cannot_be_read_gives_way_to_the_disk() -> None:
