@@ -200,10 +200,18 @@ def test_errno_table(
     assert not isinstance(caught.value, KeyNotFoundError)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 def test_a_listing_that_cannot_be_read_raises_also_in_the_middle(
-    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch, number: int
+    backend: PosixBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    number: int,
+    grouped: bool,
 ) -> None:
+    """Also if several folders are listed at once, as on a medium that is slow to answer."""
+    if grouped:
+        request.getfixturevalue("grouped_listings")
     for key in ("a/key", "b/key", "c/key"):
         put(backend, key, b"")
     fail(monkeypatch, "open", number, lambda name, *args, **more: name == "b")
@@ -212,4 +220,6 @@ def test_a_listing_that_cannot_be_read_raises_also_in_the_middle(
         for stored in backend.scan(""):
             found.append(stored.key)
     assert not isinstance(caught.value, KeyNotFoundError)
-    assert found == ["a/key"]
+    assert found == ([] if grouped else ["a/key"])
+    with pytest.raises(BackendError, match="list 'b/'"):
+        backend.discard_unfinished("")
