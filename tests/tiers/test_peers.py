@@ -232,6 +232,25 @@ def test_what_a_keeper_has_of_an_earlier_start_is_not_sent_again(node: Make) -> 
     assert keeper.kept() == [(ONE, 0)], "it is not this start's to revoke"
 
 
+def test_an_image_is_sent_if_it_takes_the_keeper_too_long_to_read_what_it_has(node: Make) -> None:
+    keeper = node()
+    wired = Wired(keeper.images)
+    ask = wired._ask
+
+    def too_long(do: str, call: Callable[[], Any]) -> Any:
+        if wired.begun[-1][2] is not None:
+            raise UnreachableError("no answer in time")
+        return ask(do, call)
+
+    wired._ask = too_long  # type: ignore[method-assign]
+    cache = node().cache(wired)
+    writer = cache.create_shard(ONE, Shard(0, 2), CUT, Spliced(b"[]"), attempt_id="a" * 32)
+    writer.write_chunks(0, 0, memoryview(image_of(ONE)))
+    cache.write_manifest(ONE, Shard(0, 2), records_of(ONE)[0].encode())
+    cache.commit(records_of(ONE)[1], attempt=attempt())
+    assert keeper.kept() == [(ONE, 0)]
+
+
 def test_a_deletion_that_a_silent_node_has_not_heard_of_is_repeated(node: Make) -> None:
     keeper = node()
     wired = Wired(keeper.images)

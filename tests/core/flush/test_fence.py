@@ -6,15 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.simulation.world import World, file_rules
+from tests.simulation.world import SHARD, World, file_rules
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.flush.tasks import (
+    CommandKind,
+    DeleteCopy,
     FinishCopy,
+    OpenShard,
 )
 from tierfall.core.format.records import Attempt
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
 from tierfall.core.types.errors import FencedError, IntegrityError
-from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome
+from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome, Shard
 from tierfall.tiers.stored import StoredTier
 
 
@@ -92,9 +95,89 @@ def test_a_checkpoint_of_the_same_name_is_never_taken_for_ones_own() -> None:
     assert "another checkpoint of that name" in str(error)
 
 
+def test_a_checkpoint_of_the_same_name_is_not_collected_either() -> None:
+    world = World([file_rules("nvme")])
+    store = world.stores["nvme"]
+    world.save(1)
+    world.settle()
+    id = CheckpointId(1, 1)
+    outcome = world.runner.run(DeleteCopy(tier="nvme", id=id, reason="test", unfinished=True))
+    assert outcome.value == store.read_commit(id)
+    entry = world.coordinator.ledger.entries[id]
+    opened = world.runner.run(
+        OpenShard(
+            tier="nvme",
+            id=id,
+            attempt_id=entry.attempt_id,
+            shard=SHARD,
+            geometry=entry.geometry,
+            pieces=None,
+            source=None,
+        )
+    )
+    assert opened.value == store.read_commit(id)  # its own, by a call whose answer was lost
+    assert world.steps_on("nvme") == [1]
+
+
+def test_a_record_of_other_ranks_images_does_not_make_a_rank_s_own_copy_committed() -> None:
+    """As in peer memory, where a node finds what it keeps for another one."""
+    world = World([file_rules("nvme")])
+    world.save(1)
+    world.settle()
+    task = DeleteCopy(
+        tier="nvme", id=CheckpointId(1, 1), reason="test", unfinished=True, shard=Shard(1, 2)
+    )
+    outcome = world.runner.run(task)
+    assert outcome.error is None
+    assert outcome.value is None
+    assert world.steps_on("nvme") == [1]
+
+
 def disk_of(world: World, tier: str = "nvme") -> dict[str, bytes]:
     """Every object on a tier but the records of attempts."""
     return {k: bytes(v) for k, v in world.disks[tier]._objects.items() if "/attempts/" not in k}
+
+
+def is_at_rest(world: World) -> bool:
+    """Nothing is under way, and nothing is tried again."""
+    done = len(world.trace)
+    world.settle(limit_s=200.0)
+    return len(world.trace) == done and not world.coordinator.busy()
+
+
+def test_what_looks_unfinished_is_not_collected() -> None:
+    """The newer start may be writing there."""
+    world = World([file_rules("nvme")])
+    key = "run/step-00000007-a0001/rank-00000-of-00001.safetensors"
+    with world.disks["nvme"].create(key) as writer:
+        writer.publish()
+    world.crash()
+    world.start()
+    world.step()
+    newer_attempt(world)
+    world.settle()
+    assert key in disk_of(world)
+    assert isinstance(world.coordinator.fenced, FencedError)
+    assert is_at_rest(world)
+
+
+@pytest.mark.parametrize("kind", CommandKind)
+def test_an_order_to_a_fenced_process_changes_nothing_and_says_why(kind: CommandKind) -> None:
+    world = World([file_rules("nvme"), file_rules("store")])
+    world.save(1)
+    world.settle()
+    id = CheckpointId(1, 1)
+    if kind is CommandKind.UNPIN:
+        assert world.order(CommandKind.PIN, id) == {}
+    newer_attempt(world)
+    newer_attempt(world, "store")
+    before = {tier: disk_of(world, tier) for tier in world.disks}
+    failed = world.order(kind, id)
+    assert {tier: type(error) for tier, error in failed.items()} == dict.fromkeys(
+        world.disks, FencedError
+    )
+    assert {tier: disk_of(world, tier) for tier in world.disks} == before
+    assert is_at_rest(world), "it is tried again"
 
 
 FILES = {
