@@ -9,8 +9,9 @@ import pytest
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
-from tests.simulation.world import World, decided_on, file_rules
+from tests.simulation.world import IMAGE, World, decided_on, file_rules
 from tierfall.core.flush.tasks import (
+    AddDecided,
     Command,
     CommandKind,
     DeleteCopy,
@@ -145,6 +146,15 @@ def test_a_pin_that_comes_between_the_deletion_and_the_drop_keeps_the_copy_and_i
     assert world.steps_on("nvme") == [1, 2]
 
 
+def test_no_copy_is_deleted_before_the_deletion_is_noted() -> None:
+    world = saved("nvme", "store")
+    give(world, CommandKind.DELETE, FIRST)
+    assert not waiting(world, DeleteCopy)
+    assert len(world.memory.regions) == 2
+    carry_out(world, AddDecided, tier="store")
+    assert [t.tier for t in world.tasks if isinstance(t, DeleteCopy)] == ["store"]
+
+
 def test_no_deletion_takes_anything_away_while_a_restore_reads() -> None:
     world = saved("nvme")
     world.coordinator.deleter.set_paused(True)
@@ -158,6 +168,20 @@ def test_no_deletion_takes_anything_away_while_a_restore_reads() -> None:
     world.settle()
     assert answer == [{}]
     assert world.steps_on("nvme") == [2]
+
+
+def test_a_drop_for_room_is_planned_anew_if_a_person_deletes_another_meanwhile() -> None:
+    """The older one goes because the newer one is there: not both at once. With that gone, there is room."""
+    world = saved("nvme", capacity_bytes=int(2.5 * IMAGE))
+    world.save(3)
+    assert waiting(world, DeleteCopy)
+    answer = give(world, CommandKind.DELETE, CheckpointId(2, 1))
+    assert [t.id for t in world.tasks if isinstance(t, DeleteCopy)] == [FIRST]
+    carry_out(world, AddDecided)
+    assert [t.id for t in world.tasks if isinstance(t, DeleteCopy)] == [FIRST]
+    world.settle()
+    assert answer == [{}]
+    assert world.steps_on("nvme") == [1, 3]
 
 
 def test_a_deletion_is_completed_on_a_tier_that_could_not_be_read_by_the_start_that_reads_it() -> (
