@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ from tierfall.core.copies.chunk_reader import (
     PIECE_BYTES,
     STRAIGHT_BYTES,
     TargetWriter,
+    copy_bytes,
 )
 from tierfall.core.copies.images import StoredImage
 from tierfall.core.load.build import Fill
@@ -34,6 +36,16 @@ from tierfall.core.types.errors import BackendError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 
 ONE = CheckpointId(5, 1)
+
+
+@pytest.mark.parametrize(
+    "count", [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 17]
+)
+def test_copy_moves_just_these_bytes(count: int) -> None:
+    source = ctypes.create_string_buffer(os.urandom(count + 8), count + 8)
+    target = ctypes.create_string_buffer(b"\xee" * (count + 8), count + 8)
+    copy_bytes(ctypes.addressof(target) + 3, ctypes.addressof(source) + 5, count)
+    assert target.raw == b"\xee" * 3 + source.raw[5 : 5 + count] + b"\xee" * 5
 
 
 # Pieces ----------------------------------------------------------------------------------------------
