@@ -5,15 +5,29 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tierfall.backends.posix.backend import PosixBackend, PosixWriter
 
 LONG_S = 60.0
 CALLS = ("create", "read_into", "scan", "stat", "delete", "delete_some", "sync", "close")
 WRITES = ("write", "publish", "abort")
+
+
+def config_of(root: Path, *tiers: str | dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """A run with an image in memory and these tiers, folders of these names."""
+    host = {"name": "host", "kind": "host", "folder": str(root / "memory"), "capacity": "1MiB"}
+    files = [tier if isinstance(tier, dict) else {"name": tier} for tier in tiers]
+    made = [{"kind": "file", "path": str(root / tier["name"]), **tier} for tier in files]
+    return {"run": "r", "chunk": "4KiB", "max_wait": "0.5s", "tiers": [host, *made], **keys}
+
+
+def state(step: float) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((8192,), step)}
 
 
 class StuckTier:

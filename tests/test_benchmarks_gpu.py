@@ -177,25 +177,6 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if starts_with(TARGETS, line)]
 
 
-def test_between_save_and_update_nothing_waits_for_the_device(
-    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A time on the host with a synchronization inside would be the device's."""
-    one = made(tmp_path, rehearsal)
-    with opened(one, "plain", images=2) as saving:
-        work, calls, ckpt = one.work, rehearsal.calls, saving.ckpt
-        contender = saves.at_once("race", one, saving)
-        contender.before()
-        save, backward, update = ckpt.save, work.backward, work.update
-        monkeypatch.setattr(work, "backward", lambda: (calls.append("backward"), backward()))
-        monkeypatch.setattr(work, "update", lambda: (calls.append("update"), update()))
-        monkeypatch.setattr(ckpt, "save", lambda *words: (calls.append("save"), save(*words))[1])
-        calls.clear()
-        contender.timed()
-        contender.after()
-    assert calls == ["backward", "save", "update", "mark", "mark", "synchronize", "seconds"]
-
-
 # What is left out ------------------------------------------------------------------------------------
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tierfall
 from tests import forked
-from tests.stuck_tier import CALLS, LONG_S, WRITES, StuckTier
+from tests.stuck_tier import CALLS, LONG_S, WRITES, StuckTier, config_of, state
 from tierfall.core.types.errors import FlushError
 from tierfall.setup import tiers
 
@@ -30,24 +29,6 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckTier
     stuck = StuckTier(tmp_path / "pfs", monkeypatch)
     yield stuck
     stuck.gate.set()
-
-
-def config(root: Path, **keys: Any) -> dict[str, Any]:
-    return {
-        "run": "r",
-        "chunk": "4KiB",
-        "max_wait": "0.5s",
-        "tiers": [
-            {"name": "host", "kind": "host", "folder": str(root / "memory"), "capacity": "1MiB"},
-            {"name": "disk", "kind": "file", "path": str(root / "disk")},
-            {"name": "pfs", "kind": "file", "path": str(root / "pfs")},
-        ],
-        **keys,
-    }
-
-
-def state(step: float) -> dict[str, torch.Tensor]:
-    return {"x": torch.full((8192,), step)}
 
 
 def opened_with_step_1(made: dict[str, Any]) -> tierfall.Checkpointer:
@@ -69,7 +50,7 @@ def close_soon(ckpt: tierfall.Checkpointer) -> None:
 def test_what_a_stuck_tier_is_owed_is_reported_and_stays_for_the_next_start(
     stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture, calls: tuple[str, ...]
 ) -> None:
-    made = config(tmp_path)
+    made = config_of(tmp_path, "disk", "pfs")
     ckpt = opened_with_step_1(made)
     stuck.hang_in(*calls)
     handle = ckpt.save(2, state(2))
@@ -89,7 +70,7 @@ def test_what_a_stuck_tier_is_owed_is_reported_and_stays_for_the_next_start(
 def test_memory_stays_where_the_tier_that_has_its_images_cannot_be_looked_at(
     stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = config(tmp_path)
+    made = config_of(tmp_path, "disk", "pfs")
     del made["tiers"][1]
     ckpt = opened_with_step_1(made)
     stuck.hang_in(*EVERYTHING)
@@ -103,7 +84,7 @@ def test_memory_stays_where_the_tier_that_has_its_images_cannot_be_looked_at(
 def test_ctrl_c_in_close_waits_for_no_tier(
     stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = config(tmp_path, max_wait="10m")
+    made = config_of(tmp_path, "disk", "pfs", max_wait="10m")
     ckpt = opened_with_step_1(made)
     stuck.hang_in(*EVERYTHING)
     ckpt.save(2, state(2)).wait("disk", LONG_S)
@@ -145,7 +126,7 @@ print("at the end")
 
 @pytest.mark.parametrize("end", ["ckpt.close()", "sys.exit(3)"])
 def test_a_program_ends_beside_a_thread_that_hangs(tmp_path: Path, end: str) -> None:
-    made = config(tmp_path)
+    made = config_of(tmp_path, "disk", "pfs")
     done = forked.run(["-c", PROGRAM + end, json.dumps(made)], timeout=2 * LONG_S)
     assert done.stdout == "at the end\n", done.stderr
     assert done.returncode == (3 if "exit" in end else 0)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from typer.testing import CliRunner, Result
 
 import tierfall
-from tests.stuck_tier import LONG_S, StuckTier
+from tests.stuck_tier import LONG_S, StuckTier, config_of, state
 from tierfall.cli.app import app
 from tierfall.ops import commands, reader, sync
 from tierfall.setup import tiers
@@ -41,22 +40,10 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckTier
 
 
 def config(root: Path, max_wait: str = "0.5s") -> dict[str, Any]:
-    made = {
-        "run": "r",
-        "chunk": "4KiB",
-        "max_wait": max_wait,
-        "tiers": [
-            {"name": "host", "kind": "host", "folder": str(root / "memory"), "capacity": "1MiB"},
-            {"name": "far", "kind": "file", "path": str(root / "far")},
-            {"name": "near", "kind": "file", "path": str(root / "near"), "flush": {"every": 9}},
-        ],
-    }
+    near = {"name": "near", "flush": {"every": 9}}
+    made = config_of(root, "far", near, max_wait=max_wait)
     (root / "tiers.yaml").write_text(yaml.safe_dump(made))
     return made
-
-
-def state(step: float) -> dict[str, torch.Tensor]:
-    return {"x": torch.full((8192,), step)}
 
 
 def call(root: Path, *words: str) -> Result:

@@ -7,14 +7,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import yaml
 
 import tierfall
-from tests.stuck_tier import LONG_S, StuckTier
+from tests.stuck_tier import LONG_S, StuckTier, config_of, state
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.errors import RestoreError
 from tierfall.ops import reader
@@ -29,7 +27,7 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckTier
     """The tier ``near`` of the run, before it hangs. The least time that tiers have to answer is short."""
     for where, name in ((tiers, "ANSWER_S"), (reader, "ANSWER_S"), (reader, "PATH_ANSWER_S")):
         monkeypatch.setattr(where, name, 0.5)
-    with tierfall.open(config(tmp_path)) as ckpt:
+    with tierfall.open(config_of(tmp_path, "near", "far", max_wait="1s")) as ckpt:
         ckpt.restore(state(0))
         ckpt.save(1, state(1), block=True)
     stuck = StuckTier(tmp_path / "near", monkeypatch)
@@ -45,23 +43,6 @@ def hang(stuck: StuckTier, word: str) -> None:
         stuck.hang_in(word)
 
 
-def config(root: Path) -> dict[str, Any]:
-    return {
-        "run": "r",
-        "chunk": "4KiB",
-        "max_wait": "1s",
-        "tiers": [
-            {"name": "host", "kind": "host", "folder": str(root / "memory"), "capacity": "1MiB"},
-            {"name": "near", "kind": "file", "path": str(root / "near")},
-            {"name": "far", "kind": "file", "path": str(root / "far")},
-        ],
-    }
-
-
-def state(step: float) -> dict[str, torch.Tensor]:
-    return {"x": torch.full((8192,), step)}
-
-
 @pytest.fixture
 def soon() -> Iterator[None]:
     began_s = time.monotonic()
@@ -74,7 +55,7 @@ def test_a_step_that_another_tier_has_is_loaded_from_there(
     stuck: StuckTier, tmp_path: Path, soon: None, word: str
 ) -> None:
     file = tmp_path / "tiers.yaml"
-    file.write_text(yaml.safe_dump(config(tmp_path)))
+    file.write_text(yaml.safe_dump(config_of(tmp_path, "near", "far", max_wait="1s")))
     hang(stuck, word)
     assert bool((tierfall.load(file, step=1)["x"] == 1).all())
     assert stuck.hung.is_set()

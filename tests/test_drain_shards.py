@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,10 @@ from tierfall.config import Config
 from tierfall.core.format.decided import Word
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.drain import drain
-from tierfall.setup.host_memory import Slot, images_in
-from tierfall.setup.places import run_folder
-from tierfall.setup.tiers import open_slot
-from tierfall.tiers.host import SealedImage, image_files, lock_name
 from tierfall.tiers.stored import StoredTier
-
-
-@contextmanager
-def owned_memory(config: Config, *, first: int = 0) -> Iterator[list[SealedImage]]:
-    """Own the slots from ``first`` on, as their ranks' processes would; give their images of the first step."""
-    folder = run_folder(config, config.run)
-    with ExitStack() as owned:
-        hosts = []
-        for slot in [slot for slot in image_files(folder) if slot >= first]:
-            lock = RunLock.acquire(folder / lock_name(slot), run=config.run)
-            host = open_slot(folder, slot, name=config.host.name, run=config.run)
-            owned.callback(Slot(lock, host).close, keep=True)
-            hosts.append(host)
-        yield [image for id, image in images_in(hosts) if id == FIRST]
-
 
 FIRST = CheckpointId(1, 1)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 from backend_places import retrying
 
+from tests.memory_watch import rise_bytes
 from tests.object_store import SeaweedFS
 from tierfall.backends.open import open_backend
 
@@ -21,51 +19,20 @@ def test_an_upload_needs_no_memory_of_its_own(s3_server: SeaweedFS, bucket: str)
     backend = retrying(open_backend(f"s3://{bucket}", options=s3_server.options()))
     source = memoryview(bytearray(b"\x5a" * part_bytes))
     targets = [memoryview(bytearray(part_bytes)) for _ in range(parallel)]
-    with Peak() as peak, ThreadPoolExecutor(parallel) as pool:
-        with backend.create("key", length=total) as writer:
-            list(pool.map(lambda at: writer.write(at, source), range(0, total, part_bytes)))
-            writer.publish()
-        written_bytes = peak.grown_bytes
-        list(
-            pool.map(
-                lambda index: backend.read_into(
-                    "key", index * part_bytes, targets[index % parallel]
-                ),
-                range(total // part_bytes),
-            )
-        )
-    print(
-        f"RssAnon grew by {written_bytes / MIB:.1f} MiB writing, {peak.grown_bytes / MIB:.1f} both"
-    )
+    with ThreadPoolExecutor(parallel) as pool:
+
+        def write() -> None:
+            with backend.create("key", length=total) as writer:
+                list(pool.map(lambda at: writer.write(at, source), range(0, total, part_bytes)))
+                writer.publish()
+
+        def read(index: int) -> None:
+            backend.read_into("key", index * part_bytes, targets[index % parallel])
+
+        written_bytes = rise_bytes(write)
+        read_bytes = rise_bytes(lambda: list(pool.map(read, range(total // part_bytes))))
+    print(f"RssAnon: {written_bytes / MIB:.1f} MiB for writing, {read_bytes / MIB:.1f} for reading")
     assert all(target == source for target in targets)
     assert written_bytes < part_bytes * parallel + 16 * MIB
-    assert peak.grown_bytes < part_bytes * parallel + 24 * MIB
+    assert read_bytes < part_bytes * parallel + 16 * MIB
     backend.close()
-
-
-class Peak:
-    """The most that this process's anonymous memory grows by in a block."""
-
-    def __enter__(self) -> Peak:
-        self._start_bytes, self._peak_bytes = _anonymous_bytes(), 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        self._done.set()
-        self._thread.join()
-
-    @property
-    def grown_bytes(self) -> int:
-        return self._peak_bytes - self._start_bytes
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            self._peak_bytes = max(self._peak_bytes, _anonymous_bytes())
-
-
-def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

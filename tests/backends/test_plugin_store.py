@@ -167,16 +167,6 @@ def test_what_the_stores_library_raises_is_an_error_of_the_tree(
     assert get(backend, "run/key") == b"old"
 
 
-def test_read_only_changes_nothing(store: Store) -> None:
-    put(opened(store), "run/key", LONG)
-    store.failing = dict.fromkeys(("put", "delete"), AssertionError("it was opened to be read"))
-    only = opened(store, read_only=True)
-    for call in (only.create, only.delete, lambda key: only.discard_unfinished("")):
-        with pytest.raises(AccessDeniedError, match="opened for reading only"):
-            call("run/key")
-    assert get(only, "run/key") == LONG
-
-
 # A wrong store ---------------------------------------------------------------------------------------
 
 

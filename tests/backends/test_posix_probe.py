@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 from backend_places import (
-    CHUNK_BYTES,
-    chunk,
     fail,
     files_below,
-    get,
     put,
 )
 
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.types.errors import AccessDeniedError, UnreachableError
+from tierfall.core.types.errors import UnreachableError
 
 
 def test_direct_io_is_found_where_it_works(direct_folder: Path) -> None:
@@ -71,44 +68,3 @@ def test_a_failing_disk_is_not_taken_for_a_missing_feature(
     fail(monkeypatch, "pwrite", errno.EIO)
     with pytest.raises(UnreachableError, match=str(direct_folder)):
         PosixBackend(direct_folder)
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> Path:
-    """A tier with one object of a chunk and a bit in it."""
-    backend = PosixBackend(tmp_path / "tier")
-    with backend.create("run/key") as writer:
-        writer.write(0, chunk())
-        writer.write(CHUNK_BYTES, memoryview(b"tail"))
-        writer.publish()
-    backend.create("run/unfinished")
-    backend.close()
-    return tmp_path / "tier"
-
-
-def test_read_only_changes_nothing(stored: Path) -> None:
-    for folder in (stored, stored / "run"):
-        folder.chmod(0o555)
-    before = {path: path.stat().st_mtime_ns for path in (stored, stored / "run")}
-    names = files_below(stored)
-    backend = PosixBackend(stored, read_only=True)
-    assert get(backend, "run/key") == bytes(chunk()) + b"tail"
-    assert [each.key for each in backend.scan("")] == ["run/key"]
-    for call in (
-        lambda: backend.create("run/new"),
-        lambda: backend.delete("run/key"),
-        lambda: backend.delete("run/none"),
-        lambda: backend.delete_some(["run/none", "run/key"]),
-        lambda: backend.discard_unfinished(""),
-    ):
-        with pytest.raises(AccessDeniedError, match="reading only"):
-            call()
-    backend.close()
-    assert before == {path: path.stat().st_mtime_ns for path in before}
-    assert files_below(stored) == names
-
-
-def test_read_only_needs_a_folder_that_is_there(tmp_path: Path) -> None:
-    with pytest.raises(UnreachableError, match="none is not there"):
-        PosixBackend(tmp_path / "none", read_only=True)
-    assert os.listdir(tmp_path) == []

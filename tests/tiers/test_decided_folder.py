@@ -115,11 +115,6 @@ def test_what_was_read_or_added_stays_known_though_a_listing_leaves_it_out(
     assert not tier_on(lagging).list().decided
 
 
-def test_files_of_others_in_the_folder_decide_nothing(disk: MemoryBackend) -> None:
-    disk._objects["run/decided/notes.txt"] = b"keep step 1"
-    assert not tier_on(disk).list().decided
-
-
 # Deleting --------------------------------------------------------------------------------------------
 
 
@@ -208,17 +203,3 @@ def test_a_damaged_copy_whose_record_is_there_already_is_not_mended_by_its_commi
     tier = tier_on(disk)
     tier.commit(commit_of(1), attempt=attempt())
     assert damage_of(tier).endswith("a flipped bit")
-
-
-def test_a_copy_that_nobody_found_damaged_is_not_noted_as_mended(disk: MemoryBackend) -> None:
-    tier = tier_on(disk)
-    commit(tier, 1)
-    tier.note_mended(commit_of(1))
-    assert keys(disk, "decided") == []
-
-
-def test_damage_of_another_attempts_copy_is_not_of_this_one(disk: MemoryBackend) -> None:
-    tier = tier_on(disk)
-    commit(tier, 1)
-    tier.note_damaged(commit_of(1, identity="b"), "a flipped bit")
-    assert damage_of(tier) == ""

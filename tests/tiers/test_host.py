@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_help import KIB, MIB, PAGE, SHARD, flip, host_in, prepare, put
+from host_help import KIB, MIB, PAGE, flip, host_in, prepare
 
 from tests.tiers.test_image_file import forge, newer_document
 from tierfall.core.format.records import Commit, Lineage, NamedFile
@@ -88,15 +88,6 @@ def test_there_are_as_many_files_as_the_capacity_holds_and_they_are_used_again(
     assert len(files(folder)) == 3
     host.close(keep=False)
     assert files(folder) == []
-
-
-def test_the_other_files_are_reserved_in_the_background(folder: Path) -> None:
-    host = host_in(folder, capacity_bytes=3 * ONE)
-    save(host, 1)
-    prepare(host)
-    assert len(files(folder)) == 3
-    assert sum(path.stat().st_blocks * 512 for path in folder.iterdir()) >= 3 * ONE
-    host.close(keep=False)
 
 
 def test_a_capacity_that_holds_very_many_images_has_a_bound(folder: Path) -> None:
@@ -260,17 +251,6 @@ def test_an_image_that_grows_if_memory_is_short_waits_for_the_one_before_it(
     host.close(keep=False)
 
 
-def test_memory_that_has_no_room_for_one_image_is_an_error(
-    folder: Path, short: Callable[[int], None]
-) -> None:
-    host = host_in(folder, capacity_bytes=2 * ONE)
-    short(ONE // 2)
-    with pytest.raises(CapacityError, match=r"needed .* available"):
-        room_in(host)
-    assert files(folder) == []
-    host.close(keep=False)
-
-
 def test_closing_ends_a_reservation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call to the kernel is waited for, of the 27 that the second file takes."""
     real, calls = os.posix_fallocate, list[int]()
@@ -327,27 +307,6 @@ def test_what_would_fit_is_what_fits_once_those_are_gone(
     host.close(keep=False)
 
 
-def test_threads_get_files_of_their_own(folder: Path) -> None:
-    host = host_in(folder, capacity_bytes=48 * PAGE)
-    host.ensure_capacity(image_bytes=PAGE, records_bytes=0)
-    got: list[Region] = []
-
-    def work(number: int) -> None:
-        for _ in range(6):
-            region = host.allocate(image_bytes=PAGE, records_bytes=0)
-            assert region is not None
-            region.image[:] = bytes([number]) * PAGE
-            got.append(region)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(bytes(r.image)[0] for r in got) == sorted(list(range(8)) * 6)
-    host.close(keep=False)
-
-
 # What was left ---------------------------------------------------------------------------------------
 
 
@@ -373,16 +332,6 @@ def test_what_was_sealed_is_there_for_the_next_start_and_nothing_else(folder: Pa
     assert len(files(folder)) == 2
     host_in(folder).close(keep=False)
     assert files(folder) == []
-
-
-def test_the_next_start_sees_which_images_peer_memory_had_committed(folder: Path) -> None:
-    host = host_in(folder)
-    save(host, 1).note_on_peers()
-    save(host, 2)
-    host.close(keep=True)
-    after = host_in(folder)
-    assert [copy.on_peers for copy in after.list().copies] == [True, False]
-    after.close(keep=False)
 
 
 @pytest.mark.parametrize("where", ["header", "records"])
@@ -503,21 +452,4 @@ def test_a_folder_on_a_disk_does_not_take_the_place_of_memory(
     monkeypatch.setattr("tierfall.tiers.host_folder.is_in_memory", lambda place: False)
     with pytest.raises(ConfigError, match="is not in memory; mount it again"):
         room_in(host)
-    host.close(keep=False)
-
-
-# What is put there and read ---------------------------------------------------------------------------
-
-
-def test_an_image_is_read_as_it_was_sealed(folder: Path) -> None:
-    host = host_in(folder, capacity_bytes=MIB)
-    image = os.urandom(5000)
-    region = put(host, image, b"the manifest", b"the commit")
-    assert region is not None
-    assert (region.image, region.manifest(), region.commit()) == (
-        image,
-        b"the manifest",
-        b"the commit",
-    )
-    assert region.shard == SHARD
     host.close(keep=False)

@@ -106,18 +106,6 @@ def test_closing_keeps_living_views_valid(path: Path) -> None:
     region.release()
 
 
-def test_closing_gives_the_memory_back(path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    file = create(path)
-    add(file, b"x").release()
-    add(file, b"x")
-    assert str(path) in Path("/proc/self/maps").read_text()
-    file.close(keep=True)
-    del file
-    assert str(path) not in Path("/proc/self/maps").read_text()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_closing_deletes_no_file_of_another(path: Path) -> None:
     file = create(path)
     path.unlink()

@@ -233,15 +233,3 @@ def test_whatever_is_lent_comes_back_after_an_abort(place: Place, when: str) -> 
     assert (
         unpack_all(read_frame_table(place.records[0], MANIFEST, what="x"), place.stored()) == IMAGE
     )
-
-
-def test_the_bound_holds_for_what_does_not_compress(place: Place) -> None:
-    _, manifest = image_of({"uint8": 100_000})
-    noise = random.Random(1).randbytes(manifest.image_bytes)
-    how = packing(Codec.ZSTD)
-    writer = writer_to(place, how, manifest=manifest)
-    for index in range(manifest.chunk_count):
-        start, end = manifest.chunk_range(index)
-        writer.write_chunks(index, start, memoryview(noise)[start:end])
-    writer.finish(manifest)
-    assert len(noise) < len(place.stored()) <= place.bound

@@ -12,12 +12,10 @@ import pytest
 from kept_records import CUT, ONE, begin, image_of, receive, records_of
 
 from tierfall.core.types.errors import (
-    ConfigError,
     IntegrityError,
     KeyNotFoundError,
     LostWriteError,
     StorageFullError,
-    TierfallError,
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, Shard
@@ -152,17 +150,6 @@ def test_free_files_are_deleted_for_an_image_that_needs_their_memory(
     assert len(files(tmp_path)) == 3
 
 
-def test_a_file_that_others_remove_costs_the_image_in_it(
-    images: KeptImages, tmp_path: Path
-) -> None:
-    receive(images, ONE)
-    kept(tmp_path)[ONE, 0].path.unlink()
-    assert kept(tmp_path) == {}
-    images.drop(ONE)
-    receive(images, TWO)
-    assert read(kept(tmp_path)[TWO, 0]) == image_of(TWO)
-
-
 # What counts -------------------------------------------------------------------------------------------
 
 
@@ -182,17 +169,6 @@ def test_an_image_counts_once_it_is_sealed_and_outlives_the_process(tmp_path: Pa
     assert kept(tmp_path).keys() == {(THREE, 0)}
     images.close(keep=False)
     assert files(tmp_path) == []
-
-
-def test_two_processes_of_a_node_never_share_a_file(tmp_path: Path) -> None:
-    one, other = process(tmp_path, 0), process(tmp_path, 1)
-    receive(one, ONE, 0)
-    receive(other, ONE, 1)
-    assert kept(tmp_path).keys() == {(ONE, 0), (ONE, 1)}
-    one.drop(ONE)
-    assert kept(tmp_path).keys() == {(ONE, 1)}
-    one.close(keep=True)
-    other.close(keep=True)
 
 
 def test_the_end_of_a_process_leaves_what_the_next_start_has_taken(tmp_path: Path) -> None:
@@ -228,14 +204,6 @@ def test_what_is_wrong_with_a_slot_that_is_no_more_keeps_no_image_out(tmp_path: 
     old.close(keep=False)
 
 
-def test_a_strangers_file_is_refused_and_stays(images: KeptImages, tmp_path: Path) -> None:
-    path = tmp_path / "slot-0.0.image"
-    path.write_bytes(b"not an image" * 1000)
-    with pytest.raises(ConfigError, match="not those of an image"):
-        begin(images, ONE)
-    assert path.exists()
-
-
 def test_a_damaged_header_hides_no_other_image(images: KeptImages, tmp_path: Path) -> None:
     receive(images, ONE)
     receive(images, TWO)
@@ -253,18 +221,6 @@ def test_a_damaged_header_hides_no_other_image(images: KeptImages, tmp_path: Pat
 
 
 # Receiving -----------------------------------------------------------------------------------------------
-
-
-def test_an_image_of_an_earlier_start_that_is_good_is_not_sent_again(tmp_path: Path) -> None:
-    before = process(tmp_path)
-    receive(before, ONE)
-    before.close(keep=True)
-    images = process(tmp_path)
-    assert begin(images, ONE, attempt_id="a" * 32)
-    assert not begin(images, ONE, upload=2, attempt_id="b" * 32), "an image of another attempt"
-    images.discard(ONE, SHARD, 1)
-    assert kept(tmp_path).keys() == {(ONE, 0)}, "what an earlier start has sent stays"
-    images.close(keep=True)
 
 
 def test_an_image_of_an_earlier_start_that_is_damaged_is_sent_again(tmp_path: Path) -> None:
@@ -444,13 +400,6 @@ def test_a_file_that_is_used_again_during_a_read_gives_no_bytes(
     monkeypatch.setattr(ImageFile, "read_into", read_into)
     with pytest.raises(KeyNotFoundError):
         read(image)
-
-
-def test_an_image_of_another_run_is_none_of_this_one(images: KeptImages, tmp_path: Path) -> None:
-    receive(images, ONE)
-    found, problems = KeptFolder(tmp_path, "other").images()
-    assert not found
-    assert all(isinstance(problem, TierfallError) for problem in problems)
 
 
 def test_damage_is_found_by_a_comparison_with_the_digests(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from kept_records import CUT, ONE, image_of, records_of
 
+from tests.steps import wait_until
 from tierfall.core.ranks import serving
 from tierfall.core.ranks.wire import SECRET_BYTES, Connection, greet
 from tierfall.core.types.errors import (
@@ -24,7 +25,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.tiers.kept_images import KeptFolder, KeptImages, list_images
+from tierfall.tiers.kept_images import KeptFolder, KeptImages
 from tierfall.tiers.peer_requests import PeerClient, PeerServer
 
 SECRET = b"s" * SECRET_BYTES
@@ -121,14 +122,6 @@ def test_all_processes_of_a_node_tell_what_it_keeps_and_it_outlives_them(serve: 
     assert received(client(serve())) == {ONE: image_of(ONE)}
 
 
-def test_all_that_a_node_keeps_of_a_rank_is_told(serve: Serve) -> None:
-    sender = client(serve())
-    for id in (ONE, TWO):
-        send(sender, id)
-    assert received(sender) == {ONE: image_of(ONE), TWO: image_of(TWO)}
-    assert [copy.id for copy in list_images("peers", sender).copies] == [ONE, TWO]
-
-
 def test_damage_is_told(serve: Serve, tmp_path: Path) -> None:
     sender = client(serve())
     send(sender)
@@ -154,7 +147,7 @@ def test_who_does_not_know_the_secret_is_refused_and_named(
     server = serve()
     with pytest.raises(AccessDeniedError, match="does not know the secret of this run"):
         client(server, secret=b"x" * SECRET_BYTES).images()
-    wait_until(lambda: "127.0.0.1" in caplog.text)
+    wait_until(lambda: "127.0.0.1" in caplog.text, "it is named")
     assert "is refused" in caplog.text
 
 
@@ -168,7 +161,7 @@ def test_a_rank_that_does_not_prove_itself_is_refused(
     connection.receive()
     connection.send({"proof": proof})
     assert "only ranks of this start" in connection.receive()[0]["error"]
-    wait_until(lambda: "does not know the secret" in caplog.text)
+    wait_until(lambda: "does not know the secret" in caplog.text, "it is named")
 
 
 def test_a_recorded_handshake_proves_nothing(serve: Serve) -> None:
@@ -220,7 +213,7 @@ def test_silent_connections_do_not_keep_ranks_out(
     server = serve()
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
     try:
-        wait_until(lambda: reaches(client(server)))
+        wait_until(lambda: reaches(client(server)), "ranks come in")
     finally:
         for each in silent:
             each.close()
@@ -356,7 +349,7 @@ def test_a_forked_child_does_not_keep_connections(serve: Serve, is_in_use: bool)
         os._exit(0)
     try:
         connection.socket.close()  # as a kill of the parent: without a shutdown, which would end the child's copy too
-        wait_until(lambda: not server._connections)
+        wait_until(lambda: not server._connections, "it is closed")
     finally:
         os.close(end)
         os.waitpid(child, 0)
@@ -399,10 +392,3 @@ def connect(server: PeerServer) -> Connection:
     sock = socket.create_connection(("127.0.0.1", server.port))
     OPENED.append(connection := Connection(sock, timeout_s=5.0))
     return connection
-
-
-def wait_until(holds: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.01)

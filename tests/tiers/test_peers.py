@@ -10,7 +10,6 @@ import pytest
 from kept_records import CUT, ONE, image_of, receive, records_of
 from test_stored import attempt
 
-from tierfall.core.format.commit_files import unite_records
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced
 from tierfall.core.restore.agreement import names_all_shards
@@ -123,16 +122,6 @@ def test_the_shards_of_two_attempts_of_one_number_never_add_up(node: Make) -> No
     assert not names_all_shards(copy.commit)
 
 
-def test_the_shards_of_one_attempt_add_up(node: Make) -> None:
-    keeper = node()
-    for rank in (0, 1):
-        receive(keeper.images, ONE, rank)
-    (copy,) = keeper.cache().list().copies
-    assert copy.commit == unite_records({str(r): records_of(ONE, r)[1] for r in (0, 1)})
-    assert names_all_shards(copy.commit)
-    assert copy.bytes == 2 * CUT.image_bytes
-
-
 def test_a_shard_counts_once_rank_0_has_said_that_the_checkpoint_is_whole(node: Make) -> None:
     keeper = node()
     sender = node().cache(keeper)
@@ -161,14 +150,6 @@ def test_an_image_is_on_all_that_are_to_keep_it_or_not_written(node: Make) -> No
     assert first.kept() == second.kept() == [(ONE, 0)]
 
 
-def test_what_is_kept_of_another_start_is_not_what_this_one_has_sent(node: Make) -> None:
-    one, keeper = node(), node()
-    receive(one.images, ONE)
-    again = one.cache(keeper)
-    assert not again.is_committed(ONE)
-    assert again.read_commit(ONE) == records_of(ONE)[1]
-
-
 def test_what_a_node_has_sent_is_known_there_though_it_keeps_nothing(node: Make) -> None:
     sender = node().cache(node())
     send(sender)
@@ -191,18 +172,6 @@ def test_a_deletion_takes_what_each_node_keeps_and_asks_no_other_node(node: Make
     assert keeper.kept() == [(ONE, 0)]
     keeper.cache().delete(ONE, attempt=attempt(), known=DecidedList())
     assert keeper.kept() == []
-
-
-def test_a_damaged_image_hides_nothing_of_another_start(node: Make) -> None:
-    one = node()
-    receive(one.images, ONE, 1)
-    receive(one.images, ONE, 1, upload=102)
-    first = one.images.kept.images()[0][0]
-    with first.path.open("r+b") as file:
-        file.seek(100)
-        file.write(b"damage")
-    assert read(one.cache(), 1) == image_of(ONE, 1)
-    assert one.cache().list().damaged
 
 
 def test_a_commit_that_is_revoked_costs_nothing_of_an_earlier_start(node: Make) -> None:

@@ -50,17 +50,6 @@ def test_memory_is_reserved_touched_and_locked_for_the_next_image_too(
     assert len(locks.unlocked) == len(locks.made)
 
 
-def test_no_long_rest_follows_what_was_prepared(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread rests as long as it has worked. The long rest is for an image that is being filled."""
-    monkeypatch.setattr("tierfall.tiers.host.BUSY_S", 100 * PATIENCE_S)
-    host = host_in(folder, capacity_bytes=64 * MIB)
-    assert put(host, b"i" * (30 * MIB)) is not None
-    prepare(host)
-    host.close(keep=False)
-
-
 @pytest.mark.usefixtures("small_pieces")
 def test_pages_are_locked_piece_by_piece_and_not_while_an_image_is_filled_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.keys import COMMIT_NAME
-from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.tiers.run_files import Documents
 from tierfall.tiers.stored import StoredTier
 
@@ -131,35 +131,6 @@ def steps(tier: StoredTier) -> list[str]:
 # Becoming real ---------------------------------------------------------------------------------------
 
 
-def test_without_a_commit_record_nothing_exists(tier: StoredTier) -> None:
-    write_image(tier, 1)
-    listing = tier.list()
-    assert listing.copies == ()
-    assert listing.unfinished == {CheckpointId(1, 1): len(IMAGE) + 8}
-    assert not tier.is_committed(CheckpointId(1, 1))
-    commit(tier, 1)
-    listing = tier.list()
-    assert listing.unfinished == {}
-    assert tier.is_committed(CheckpointId(1, 1))
-    (copy,) = listing.copies
-    assert copy.state is CopyState.COMMITTED
-    assert copy.commit == commit_of(1)
-    assert copy.bytes > len(IMAGE) + 8
-
-
-@pytest.mark.parametrize("kind", [FaultKind.FAIL_AFTER, FaultKind.FAIL_BEFORE])
-def test_a_commit_whose_answer_was_lost_is_committed_by_the_next_try(
-    kind: FaultKind, disk: MemoryBackend
-) -> None:
-    plan = [Fault(kind=kind, operation=Operation.PUBLISH, keys="*/commit.json")]
-    tier = tier_on(Faulty(disk, seed=0, plan=plan))
-    write_image(tier, 1)
-    with pytest.raises(UnreachableError):
-        tier.commit(commit_of(1), attempt=attempt())
-    tier.commit(commit_of(1), attempt=attempt())
-    assert steps(tier) == ["1@1"]
-
-
 def unsynced(disk: MemoryBackend, keys: str, times: int = 1) -> Faulty:
     """A disk where the fsync of the folder fails after objects of that name became visible."""
     fault = Fault(kind=FaultKind.UNSYNCED, operation=Operation.PUBLISH, keys=keys, times=times)
@@ -233,26 +204,6 @@ def test_a_node_that_has_the_record_of_other_ranks_commits_its_own(tier: StoredT
 # Looking ---------------------------------------------------------------------------------------------
 
 
-def test_a_listing_tells_absence_damage_and_silence_apart(disk: MemoryBackend) -> None:
-    tier = tier_on(disk)
-    assert tier.list().copies == ()
-    commit(tier, 1)
-    commit(tier, 2)
-    key = "step-00000002-a0001/commit.json"
-    whole = bytes(disk._objects[f"run/{key}"])
-    put(disk, key, whole.replace(b'"ordinal":2', b'"ordinal":3'))
-    listing = tier.list()
-    assert [str(c.id) for c in listing.copies] == ["1@1", "2@1"]
-    bad = listing.copies[1]
-    assert bad.commit is None
-    assert isinstance(bad.damage, IntegrityError)
-    silent = tier_on(
-        Faulty(disk, seed=0, plan=[Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SCAN)])
-    ).list()
-    assert isinstance(silent.error, UnreachableError)
-    assert silent.copies == ()
-
-
 @pytest.mark.parametrize(
     ("kind", "operation"),
     [
@@ -320,26 +271,6 @@ def test_what_is_committed_while_it_is_listed_is_whole(
 # Attempts --------------------------------------------------------------------------------------------
 
 
-def test_one_number_has_one_owner(tier: StoredTier) -> None:
-    tier.fence.create(attempt())  # again, after a lost answer
-    with pytest.raises(KeyExistsError):
-        tier.fence.create(attempt(identity="b"))
-    tier.fence.create(attempt(2, "b"))
-    assert tier.fence.numbers() == (1, 2)
-    assert tier.fence.read(2).id == "b" * 32
-
-
-def test_a_newer_attempt_stops_an_older_one_before_it_commits(
-    tier: StoredTier, disk: MemoryBackend
-) -> None:
-    write_image(tier, 1)
-    tier_on(disk).fence.create(attempt(2, "b"))
-    with pytest.raises(FencedError, match=r"attempt 1 .* attempt 2 \(process 2 on n2\)"):
-        tier.commit(commit_of(1), attempt=attempt())
-    assert steps(tier) == []
-    tier.commit(commit_of(5, 2, "b"), attempt=attempt(2, "b"))
-
-
 def test_a_writer_that_was_stopped_within_a_commit_looks_for_a_newer_attempt_again(
     tier: StoredTier, disk: MemoryBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,14 +288,6 @@ def test_a_writer_that_was_stopped_within_a_commit_looks_for_a_newer_attempt_aga
     monkeypatch.setattr(Documents, "create", create)
     with pytest.raises(FencedError, match=r"attempt 1 .* attempt 2"):
         tier.commit(commit_of(2), attempt=attempt())
-
-
-def test_a_newer_attempt_of_the_same_process_fences_nothing(tier: StoredTier) -> None:
-    """A restore takes it while commits of the line before are under way."""
-    write_image(tier, 1)
-    tier.fence.create(attempt(2, "b"))
-    tier.commit(commit_of(1), attempt=attempt())
-    assert steps(tier) == ["1@1"]
 
 
 def test_a_number_that_another_process_took_fences_too(tier: StoredTier) -> None:
@@ -513,21 +436,6 @@ def test_nothing_is_deleted_where_a_newer_attempt_could_not_be_looked_for(
 # Going -----------------------------------------------------------------------------------------------
 
 
-def test_a_drop_that_breaks_off_leaves_an_unfinished_folder_and_can_be_repeated(
-    tier: StoredTier, disk: MemoryBackend
-) -> None:
-    for broken in range(1, 4):
-        commit(tier, broken)
-        fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, first=broken)
-        with pytest.raises(UnreachableError):
-            tier_on(Faulty(disk, seed=0, plan=[fault])).delete(
-                CheckpointId(broken, 1), attempt=None, known=NOTHING
-            )
-        assert steps(tier) == ([] if broken > 1 else ["1@1"])
-        tier.delete(CheckpointId(broken, 1), attempt=None, known=NOTHING)
-        assert keys(disk, "step-") == []
-
-
 def test_latest_goes_on_to_the_next_when_what_it_names_goes(tier: StoredTier) -> None:
     for step in (1, 2, 3):
         commit(tier, step)
@@ -559,25 +467,6 @@ def begun(tier: StoredTier) -> list[tuple[int, str | None]]:
         (start.attempt, None if start.started_from is None else str(start.started_from))
         for start in tier.list().starts
     ]
-
-
-def went_on(step: int, number: int, begin: CheckpointId) -> Commit:
-    commit = commit_of(step, number)
-    return dataclasses.replace(
-        commit, lineage=dataclasses.replace(commit.lineage, started_from=begin)
-    )
-
-
-def test_how_an_attempt_began_is_known_when_its_last_checkpoint_is_gone(tier: StoredTier) -> None:
-    commit(tier, 1)
-    tier.fence.create(attempt(2))
-    assert begun(tier) == [(1, None)], "an attempt that committed nothing leaves nothing behind"
-    for step in (4, 5):
-        write_image(tier, step, 2)
-        tier.commit(went_on(step, 2, CheckpointId(1, 1)), attempt=attempt(2))
-        tier.delete(CheckpointId(step, 2), attempt=None, known=NOTHING)
-    assert steps(tier) == ["1@1"]
-    assert begun(tier) == [(1, None), (2, "1@1")]
 
 
 @pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.DISK_FULL])

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from copier_help import KIB, PATIENCE_S, check, in_threads, make, raw, wanted
+from copier_help import KIB, check, make, raw, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tierfall
-from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.image import segments
 from tierfall.core.image import segments as module
 from tierfall.core.image.layout import plan_layout
@@ -67,14 +66,6 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 # What comes out --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_bytes", [4 * KIB, 12 * KIB, 16 << 20])
-def test_every_byte_is_in_its_place(chunk_bytes: int) -> None:
-    made = make(mixed(), chunk_bytes)
-    image = wanted(made.layout, made.view)
-    made.filling.run()
-    check(made, image)
-
-
 @pytest.mark.usefixtures("small_segments")
 def test_every_byte_is_in_its_place_when_it_comes_in_many_segments() -> None:
     made = make(mixed())
@@ -106,25 +97,6 @@ def test_any_mixture_of_tensors(parts: list[tuple[torch.dtype, int, str]], chunk
     made = make({**kept, "rng": None}, chunk)
     made.filling.run()
     check(made, wanted(made.layout, made.view))
-
-
-# Two threads -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("small_segments")
-def test_two_threads_that_copy_at_once_make_one_image() -> None:
-    for _ in range(3):
-        made = make(mixed())
-        image = wanted(made.layout, made.view)
-        filling = made.filling
-
-        def help_out(filling: ImageCopier = filling) -> None:
-            while filling.copy_next():
-                continue
-            assert filling.wait_idle(PATIENCE_S)
-
-        in_threads(filling.run, help_out, help_out)
-        check(made, image)
 
 
 # Changes under the capture ---------------------------------------------------------------------------

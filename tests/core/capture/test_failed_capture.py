@@ -50,32 +50,6 @@ def still_saves(ckpt: tierfall.Checkpointer, trainer: Trainer, step: int, disk: 
     assert not list(disk.glob("run/step-00000002-*"))
 
 
-@pytest.mark.parametrize(("verify", "copied"), [("sample", True), ("full", False)])
-def test_a_write_that_no_version_shows_gives_the_snapshot_up_by_name(
-    make_config: MakeConfig, tmp_path: Path, held: Held, verify: str, copied: bool
-) -> None:
-    """Before its copy the write is in the image, and after it in the live tensor."""
-    trainer = Trainer()
-    config = {**make_config(), "capture": {"verify": verify}}
-    with tierfall.open(config) as ckpt:
-        warmed_up(ckpt, trainer)
-        held.hold()
-        handle = lazy_save(ckpt, trainer, 2)
-        snapshot = ckpt._capturer._current
-        assert snapshot is not None
-        if copied:
-            held.free.set()
-            wait_until(lambda: snapshot.hashed, "the image is complete")
-            assert not handle.done("host")  # no barrier has come yet
-        trainer.model[1].bias.data += 1.0
-        held.free.set()
-        trainer.step()
-        error = failed(handle)
-        assert isinstance(error, StateChangedError)
-        assert 'state["model"]["1.bias"] was changed between save()' in str(error)
-        still_saves(ckpt, trainer, 3, tmp_path / "disk")
-
-
 def test_an_image_for_which_no_barrier_comes_is_not_sealed_over_a_change(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.types.errors import (
-    CapacityError,
     CaptureError,
     ConfigError,
     FlushError,
@@ -54,19 +53,6 @@ def test_what_is_done_is_done_though_another_tier_failed() -> None:
 # Failing ---------------------------------------------------------------------------------------------
 
 
-def test_a_capture_that_failed_is_raised_by_every_wait_with_its_cause() -> None:
-    handle = handle_for("nvme")
-    original = CaptureError("changed")
-    handle.on_given_up(SaveOutcome.FAILED, original)
-    assert handle.outcome is SaveOutcome.FAILED
-    assert handle.exception() is original
-    for wait in (handle.captured, handle.wait, lambda: handle.wait("host")):
-        with pytest.raises(CaptureError, match="changed") as caught:
-            wait()
-        assert caught.value is not original
-        assert caught.value.__context__ is original
-
-
 def test_raised_again_and_again_the_original_does_not_grow() -> None:
     handle = handle_for("nvme")
     original = CaptureError("changed")
@@ -99,36 +85,6 @@ def test_a_tier_on_the_way_that_failed_is_reported_but_does_not_decide() -> None
     handle.wait(timeout=0)
 
 
-def test_a_superseded_save_says_so_to_whoever_waits_and_is_nowhere_done() -> None:
-    handle = handle_for("nvme", "store")
-    handle.on_captured()
-    handle.on_tier_failed("nvme", FlushError("nvme is down"))
-    raised: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            handle.wait("store", timeout=PATIENCE_S)
-        except CapacityError as error:
-            raised.append(error)
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    original = CapacityError("superseded by step 500")
-    handle.on_given_up(SaveOutcome.SUPERSEDED, original)
-    waiter.join(PATIENCE_S)
-    assert not waiter.is_alive()
-    assert [error.__context__ for error in raised] == [original]
-    assert handle.outcome is SaveOutcome.SUPERSEDED
-    assert handle.exception() is original
-    for tier in ("host", "nvme", "store", None):
-        assert not handle.done(tier)
-        with pytest.raises(CapacityError, match="step 500"):
-            handle.wait(tier)
-    with pytest.raises(CapacityError, match="step 500"):
-        handle.captured()
-    assert handle.stats.captured_s is not None, "it was captured once"
-
-
 def test_a_time_in_place_of_a_tier_is_answered_by_the_right_call() -> None:
     handle = handle_for("nvme")
     with pytest.raises(
@@ -159,23 +115,6 @@ class Calls:
         handle.add_done_callback(last := Calls(), "host")
         last.next()
         return self.made.empty()
-
-
-@pytest.mark.parametrize(
-    "fail",
-    [
-        lambda h: h.on_given_up(SaveOutcome.SKIPPED, CapacityError("no room")),
-        lambda h: h.on_given_up(SaveOutcome.SUPERSEDED, CapacityError("superseded")),
-        lambda h: h.on_tier_failed("store", FlushError("down")),
-        lambda h: h.on_stopped(FlushError("closed")),
-    ],
-)
-def test_a_callback_is_called_when_the_save_has_failed(fail: Callable[[SaveHandle], None]) -> None:
-    handle, calls = handle_for("nvme", "store"), Calls()
-    handle.add_done_callback(calls)
-    fail(handle)
-    assert calls.next().exception() is not None
-    assert not handle.done()
 
 
 def test_a_callback_that_raises_is_logged_and_the_next_is_called(

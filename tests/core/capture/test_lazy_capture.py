@@ -26,31 +26,6 @@ pytestmark = pytest.mark.usefixtures("small_segments")
 # Lazy, and right -------------------------------------------------------------------------------------
 
 
-def test_save_returns_with_nothing_copied_and_the_step_waits_for_the_values_before_it(
-    make_config: MakeConfig, tmp_path: Path, held: Held
-) -> None:
-    trainer = Trainer(fused=True)
-    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
-        warmed_up(ckpt, trainer)
-        held.hold()
-        before = trainer.now()
-        handle = lazy_save(ckpt, trainer, 2)
-        assert held.arrived.wait(PATIENCE_S)
-        filling = held.fillings[-1]
-        assert filling.final_chunks == 0
-        assert not filling.copied
-        trainer.backward()  # needs no capture
-        assert not filling.copied
-        trainer.optimizer.step()  # helps: the capture thread stands still
-        assert filling.copied
-        assert not handle.done("host")
-        after = trainer.now()
-        held.free.set()
-        handle.wait(timeout=PATIENCE_S)
-    assert_same(saved(tmp_path / "disk", 2), before)
-    assert any(not torch.equal(before[name], after[name]) for name in before)
-
-
 def test_the_next_save_and_the_end_wait_for_the_capture_too(
     make_config: MakeConfig, tmp_path: Path, held: Held
 ) -> None:
@@ -74,23 +49,6 @@ def test_the_next_save_and_the_end_wait_for_the_capture_too(
 
 
 # When it is not lazy ---------------------------------------------------------------------------------
-
-
-def test_a_step_that_the_scaler_skips_brackets_nothing(make_config: MakeConfig) -> None:
-    """GradScaler leaves step out where gradients overflowed: no barrier was seen, so the next save blocks."""
-    trainer = Trainer()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        trainer.scaled_step(scaler, overflow=False)
-        lazy_save(ckpt, trainer, 2)
-        before = trainer.now()
-        trainer.scaled_step(scaler, overflow=True)
-        assert_same(trainer.now(), before)
-        assert not ckpt.save(3, trainer.state).stats.lazy
-        trainer.scaled_step(scaler, overflow=False)
-        lazy_save(ckpt, trainer, 4)
 
 
 def test_a_hook_that_fails_never_breaks_the_step(
@@ -132,22 +90,6 @@ def test_a_lazy_capture_keeps_to_its_bandwidth_until_it_is_waited_for(
         assert handle.stats.bytes > 2 * PATIENCE_S * 2_000, "at that pace it would take longer"
         handle.captured(timeout=PATIENCE_S)
     assert_same(saved(tmp_path / "disk", 2), before)
-
-
-def test_a_save_in_inference_mode_spoils_none_after_it(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    trainer = Trainer()
-    wanted = {}
-    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
-        warmed_up(ckpt, trainer)
-        for step in range(2, 7):
-            wanted[step] = trainer.now()
-            with torch.inference_mode(3 <= step < 5):
-                ckpt.save(step, trainer.state, block=True)
-            trainer.step()
-    for step, before in wanted.items():
-        assert_same(saved(tmp_path / "disk", step), before)
 
 
 class Average:

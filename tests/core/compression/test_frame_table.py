@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -98,16 +97,6 @@ def test_a_hostile_value_is_damage(codec: Codec, member: str) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_missing_member_is_damage_and_never_a_default(codec: Codec) -> None:
-    members = members_of(codec)
-    for name in set(members) - {"format", "requires"}:
-        with pytest.raises(IntegrityError, match=name):
-            read_frame_table(
-                sealed({k: v for k, v in members.items() if k != name}), MANIFEST, what="x"
-            )
-
-
-@pytest.mark.parametrize("codec", CODECS)
 def test_a_record_of_another_image_is_damage(codec: Codec) -> None:
     others = [
         replace(MANIFEST, image_bytes=MANIFEST.image_bytes + 1),
@@ -117,18 +106,6 @@ def test_a_record_of_another_image_is_damage(codec: Codec) -> None:
     for other in others:
         with pytest.raises(IntegrityError):
             read_frame_table(PACKED[codec].encode(), other, what="x")
-
-
-def test_flipped_bits_and_cuts_are_found() -> None:
-    data, chance = PACKED[Codec.PLANES].encode(), random.Random(11)
-    for _ in range(300):
-        damaged = bytearray(data)
-        damaged[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-        with pytest.raises(IntegrityError):
-            read_frame_table(bytes(damaged), MANIFEST, what="x")
-    for cut in (b"", data[:-1], data + b"\n"):
-        with pytest.raises(IntegrityError):
-            read_frame_table(cut, MANIFEST, what="x")
 
 
 @pytest.mark.parametrize("change", [{"format": 2}, {"requires": ["other-objects"]}])

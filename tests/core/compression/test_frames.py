@@ -6,8 +6,6 @@ import random
 
 import pytest
 from compression_help import CODECS, like_floats, pack, packer, unpack, unpacker
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tierfall.core.compression.codec import (
     WIDTHS,
@@ -22,21 +20,6 @@ from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import Codec
 
 BLOCK_BYTES = 128 << 10
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.sampled_from(CODECS),
-    st.one_of(
-        st.binary(min_size=1, max_size=300),
-        st.builds(lambda part, times: part * times, st.binary(min_size=1, max_size=9), st.just(99)),
-    ),
-    st.sampled_from(WIDTHS),
-    st.integers(1, 19),
-)
-def test_any_bytes_come_back(codec: Codec, raw: bytes, width: int, level: int) -> None:
-    frame = pack(codec, raw, width=width, level=level)
-    assert unpack(codec, frame, len(raw), width=width) == raw
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -76,16 +59,6 @@ def test_planes_are_the_bytes_by_their_place_and_then_the_remainder() -> None:
     back = bytearray(11)
     join_planes(memoryview(target), memoryview(back), 4)
     assert back == b"abcdABCDxyz"
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("extra", [0, 1, 15])
-def test_planes_agree_with_slicing(width: int, extra: int) -> None:
-    raw = random.Random(width).randbytes(width * 100 + min(extra, width - 1))
-    target = bytearray(len(raw))
-    split_planes(memoryview(raw), memoryview(target), width)
-    whole = width * 100
-    assert target == b"".join(raw[place:whole:width] for place in range(width)) + raw[whole:]
 
 
 def test_planes_make_floats_smaller_than_zstd_alone() -> None:

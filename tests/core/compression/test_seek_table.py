@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import struct
 
@@ -20,13 +19,6 @@ def test_the_bytes_are_those_of_the_format() -> None:
 
 
 RAW, MANIFEST = image_of({"complex128": 5008, "float32": 9000, "bfloat16": 8190, "bool": 77})
-
-
-def test_a_stream_reader_gives_back_the_image() -> None:
-    stored, packed = packed_file(RAW, MANIFEST, Codec.ZSTD)
-    assert len(stored) == packed.stored_bytes
-    reader = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(stored), read_across_frames=True)
-    assert reader.read() == RAW
 
 
 def test_a_stranger_reads_a_range_by_the_table_alone() -> None:

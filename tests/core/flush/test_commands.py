@@ -9,7 +9,7 @@ import pytest
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
-from tests.simulation.world import IMAGE, World, decided_on, file_rules, images_of
+from tests.simulation.world import IMAGE, World, decided_on, file_rules
 from tierfall.core.flush.tasks import (
     AddDecided,
     Command,
@@ -75,12 +75,6 @@ def saved(*tiers: str, steps: int = 2, **rules: object) -> World:
     return world
 
 
-def save_three_more(world: World) -> None:
-    for step in (2, 3, 4):
-        world.save(step)
-        world.settle()
-
-
 def test_a_pin_that_comes_too_late_is_refused() -> None:
     world = World([file_rules("nvme", retain_last=1)], memory_images=1)
     world.save(1)
@@ -95,39 +89,6 @@ def test_a_pin_that_comes_too_late_is_refused() -> None:
     assert isinstance(answer[0]["tierfall"], StepError)
     assert "just being dropped" in str(answer[0]["tierfall"])
     assert world.steps_on("nvme") == [2]
-
-
-@pytest.mark.parametrize("by", ["trainer", "outside"])
-def test_a_pin_that_is_there_when_a_copy_is_to_be_deleted_keeps_it(by: str) -> None:
-    world = saved("nvme", steps=1, retain_last=1)
-    world.save(2)
-    until(world, lambda: waiting(world, DeleteCopy))
-    if by == "trainer":
-        answer = give(world, CommandKind.PIN, FIRST)
-        carry_out(world, AddDecided)
-        assert answer == [{}], "memory has it still"
-    else:
-        leave(world, "nvme", Word.PIN)
-    world.settle()
-    world.save(3)
-    world.settle()
-    assert world.steps_on("nvme") == [1, 3]
-    assert world.coordinator.ledger.entries[FIRST].pinned
-
-
-def test_a_pin_wins_over_a_deletion_until_it_is_taken_away() -> None:
-    world = saved("nvme", "store", steps=1, retain_last=1)
-    leave(world, "nvme", Word.PIN)
-    leave(world, "store", Word.DELETED)
-    for step in (2, 3):
-        world.save(step)
-        world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [1, 3]
-    assert not world.coordinator.busy()
-    world.order(CommandKind.UNPIN, FIRST)
-    world.save(4)
-    world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [4]
 
 
 @pytest.mark.parametrize("how", ["deleted", "abandoned"])
@@ -152,41 +113,7 @@ def test_whoever_waits_for_a_copy_that_is_given_up_is_notified(how: str) -> None
         second.wait(timeout=0)
 
 
-def test_a_tag_is_noted_on_every_tier_and_known_to_the_next_start() -> None:
-    world = saved("nvme", "store")
-    assert [give(world, kind, FIRST, "best") for kind in (CommandKind.TAG, CommandKind.UNTAG)]
-    answer = give(world, CommandKind.TAG, FIRST, "worst")
-    world.settle()
-    assert answer == [{}]
-    lists = [decided_on([world.disks[tier]]) for tier in ("nvme", "store")]
-    assert lists[0] == lists[1]
-    for _ in range(2):
-        assert world.coordinator.ledger.entries[FIRST].tags >= {"worst"}
-        assert "best" not in world.coordinator.ledger.entries[FIRST].tags
-        world.crash()
-        world.start()
-
-
 # Deletions -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("read_by", ["a deletion by rule", "a reading", "the next start"])
-def test_a_deletion_in_the_list_of_one_tier_holds_on_all_and_in_memory(read_by: str) -> None:
-    """Also if the copy on that tier is about to be deleted by a rule, and nobody has read the list since."""
-    retained = 1 if read_by == "a deletion by rule" else 5
-    world = World([file_rules("nvme", retain_last=retained), file_rules("store")])
-    world.save(1)
-    world.settle()
-    world.save(2)
-    if read_by == "a deletion by rule":
-        until(world, lambda: waiting(world, DeleteCopy))
-    leave(world, "nvme", Word.DELETED)
-    if read_by == "the next start":
-        world.crash()
-        world.start()
-    world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert [id.step for id, _ in images_of(world.memory)] == [2]
 
 
 def test_a_deletion_that_one_list_does_not_take_is_carried_out_there_too_and_noted_later() -> None:
@@ -217,21 +144,6 @@ def test_a_pin_that_comes_between_the_deletion_and_the_drop_keeps_the_copy_and_i
     world.settle()
     assert "is pinned" in str(answer[0]["tierfall"])
     assert world.steps_on("nvme") == [1, 2]
-
-
-def test_a_deletion_that_a_crash_interrupts_is_completed_by_the_next_start() -> None:
-    """The copy on the other tier would bring the checkpoint back."""
-    world = saved("nvme", "store")
-    answer = give(world, CommandKind.DELETE, FIRST)
-    while any(task.tier == "nvme" for task in world.tasks):
-        world.run(next(task for task in world.tasks if task.tier == "nvme"))
-    assert world.steps_on("nvme") == [2]
-    assert world.steps_on("store") == [1, 2]
-    assert answer == []
-    world.crash()
-    world.start()
-    world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [2]
 
 
 def test_no_copy_is_deleted_before_the_deletion_is_noted() -> None:
@@ -289,32 +201,6 @@ def test_a_deletion_is_completed_on_a_tier_that_could_not_be_read_by_the_start_t
 
 
 # Lists that others read and write --------------------------------------------------------------------
-
-
-def test_a_pin_of_what_memory_alone_has_is_noted_on_a_tier_before_it_is_flushed() -> None:
-    world = World([file_rules("nvme", retain_last=1)])
-    world.save(1)
-    answer = give(world, CommandKind.PIN, FIRST)
-    carry_out(world, AddDecided)
-    assert answer == [{}]
-    world.crash()
-    world.start()
-    world.settle()
-    save_three_more(world)
-    assert world.steps_on("nvme") == [1, 4]
-
-
-def test_an_unpin_from_outside_in_the_list_of_one_tier_holds_on_all() -> None:
-    world = saved("nvme", "store", steps=1, retain_last=1)
-    assert world.order(CommandKind.PIN, FIRST) == {}
-    leave(world, "nvme", Word.UNPIN)
-    for _ in range(2):  # the trainer dies before it reads the list
-        world.crash()
-        world.start()
-        world.settle()
-        assert not world.coordinator.ledger.entries[FIRST].pinned
-    save_three_more(world)
-    assert world.steps_on("nvme") == world.steps_on("store") == [4]
 
 
 def test_what_a_person_decides_beside_the_trainer_is_read_within_a_minute() -> None:

@@ -19,7 +19,6 @@ from tierfall.core.types.errors import BackendError
 from tierfall.core.types.values import CheckpointId, Codec, CopyState
 
 FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
-STEM = "rank-00000-of-00001"
 CODECS = [Codec.NONE, Codec.ZSTD, Codec.PLANES]
 
 
@@ -33,16 +32,6 @@ def saved(steps: Iterable[int], *rules: object, **members: object) -> World:
     world.crash()
     world.memory.regions.clear()
     return world
-
-
-def images(disk: MemoryBackend, step: int = 1) -> list[str]:
-    folder = f"run/step-{step:08d}-a0001/"
-    return [k for k in disk._objects if k.startswith(folder) and ".safetensors" in k]
-
-
-def purge(disk: MemoryBackend, step: int = 1) -> None:
-    for key in images(disk, step):
-        del disk._objects[key]
 
 
 def flip(disk: MemoryBackend, step: int = 1, at: int = -1, name: str = ".safetensors") -> None:
@@ -60,13 +49,6 @@ def state(world: World, tier: str, id: CheckpointId = FIRST) -> CopyState:
 
 def damage(world: World, tier: str, id: CheckpointId = FIRST) -> str | None:
     return world.coordinator.ledger.entries[id].damage.get(tier)
-
-
-def drops(world: World) -> list[DeleteCopy]:
-    """Gather the deletions that are asked for from now on."""
-    found: list[DeleteCopy] = []
-    world.sees = lambda task: found.append(task) if isinstance(task, DeleteCopy) else None
-    return found
 
 
 # Found when room is needed -----------------------------------------------------------------------
@@ -93,36 +75,6 @@ def test_room_does_not_wait_for_a_tier_that_answers_no_read() -> None:
             world.run(answered[0])
             world.step()
     assert 4 in world.steps_on("small")
-
-
-# Found at a start --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD])
-def test_an_image_that_was_purged_is_reported_and_changes_nothing(codec: Codec) -> None:
-    world = saved((1, 2), file_rules("nvme"), file_rules("pfs"), codecs={"pfs": codec})
-    purge(world.disks["pfs"])
-    before = dict(world.disks["pfs"]._objects)
-    world.start()
-    world.settle()
-    assert state(world, "pfs") is CopyState.ABSENT
-    assert "it is missing" in str(damage(world, "pfs"))
-    assert before.items() <= world.disks["pfs"]._objects.items()
-    assert state(world, "nvme") is CopyState.COMMITTED
-    assert not world.coordinator.busy()
-
-
-def test_only_damaged_copies_are_left_as_they_are_and_can_still_be_read_in_part() -> None:
-    world = saved((1,), file_rules("nvme"), file_rules("pfs"))
-    for disk in world.disks.values():
-        purge(disk)
-    before = {name: dict(disk._objects) for name, disk in world.disks.items()}
-    world.start()
-    world.settle()
-    assert not world.coordinator.busy()
-    for name, disk in world.disks.items():
-        assert before[name].items() <= disk._objects.items()
-        assert damage(world, name)
 
 
 # Found by readers --------------------------------------------------------------------------------
@@ -162,24 +114,6 @@ def saved_here(steps: Iterable[int], *rules: object, **members: object) -> World
         world.save(step)
         world.settle()
     return world
-
-
-@pytest.mark.parametrize(
-    ("name", "last"), [("", 2), ("commit.json", 3), (".safetensors", 2), ("rank-", 3)]
-)
-def test_what_was_removed_is_no_reason_for_a_rule_to_drop_an_older_one(
-    name: str, last: int
-) -> None:
-    world = saved_here((1, 2, 3, 4), file_rules("pfs", retain_last=last))
-    remove(world.disks["pfs"], 4, name)
-    world.save(5)
-    world.settle()
-    assert len(whole_on(world, "pfs")) == last
-    assert damage(world, "pfs", CheckpointId(4, 1)) or 4 in whole_on(world, "pfs")
-    world.save(6)
-    world.settle()
-    assert whole_on(world, "pfs")[-2:] == [5, 6]
-    assert not world.coordinator.busy()
 
 
 def test_what_was_removed_is_no_reason_to_drop_the_last_one_for_room() -> None:

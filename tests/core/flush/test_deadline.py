@@ -10,7 +10,7 @@ import pytest
 from tests.core.flush.test_commits import talk
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
-from tests.simulation.world import CHUNK, IMAGE, World, file_rules
+from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.core.flush.tasks import CopyRun, DeleteCopy, LedgerQuery
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.view import ArrivalOutlook
@@ -116,38 +116,6 @@ def test_rates_that_turn_out_otherwise_change_the_plan() -> None:
     world.bytes_per_s["store"] = RATE * 100
 
 
-def test_a_tier_that_nothing_is_known_of_is_tried_and_planned_for_once_it_is_known() -> None:
-    world = Throttled([file_rules("store")], bytes_per_s={"store": RATE}, memory_images=4)
-    for step in (1, 2, 3):
-        world.save(step)
-    forecast = drained(world, 25.0)
-    assert [(d.outlook, d.proceeds) for d in forecast] == [(ArrivalOutlook.UNKNOWN, True)] * 3
-    assert "is not known yet" in describe_drain(forecast)[0]
-    world.go_on(11.0)
-    assert [d.outlook for d in world.coordinator.drain_schedule.plan] == [
-        ArrivalOutlook.ARRIVES,
-        ArrivalOutlook.TOO_LATE,
-    ]
-    world.go_on(13.0)
-    assert world.steps_on("store") == [1, 3]
-
-
-def test_of_two_drains_the_earlier_deadline_counts_until_it_is_over() -> None:
-    world = throttled("store")
-    for step in (2, 3, 4):
-        world.save(step)
-    drained(world, 100.0, "patient")
-    assert [d.outlook for d in drained(world, 15.0, "hasty")].count(ArrivalOutlook.ARRIVES) == 1
-    world.coordinator.drain_schedule.end("hasty")
-    world.go_on(1.0)
-    assert [d.outlook for d in world.coordinator.drain_schedule.plan] == [
-        ArrivalOutlook.ARRIVES
-    ] * 3
-    world.coordinator.drain_schedule.end("patient")
-    assert not world.coordinator.drain_schedule.active
-    assert world.coordinator.drain_schedule.plan == ()
-
-
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_deadline_that_one_rank_knows_of_lets_the_flushes_of_all_yield_to_nobody(
     signalled: int,
@@ -162,16 +130,6 @@ def test_a_deadline_that_one_rank_knows_of_lets_the_flushes_of_all_yield_to_nobo
     run.now_s += 31.0
     run.step()
     assert [rank.coordinator.ledger.is_urgent for rank in run.ranks] == [False, False]
-
-
-def test_room_is_not_taken_from_a_newer_copy_for_an_older_one() -> None:
-    rules = [file_rules("store", capacity_bytes=2 * IMAGE + CHUNK)]
-    world = throttled("store", rules=rules)
-    for step in (2, 3, 4, 5):
-        world.save(step)
-    drained(world, 100.0)
-    world.go_on(60.0)
-    assert world.steps_on("store") == [4, 5]
 
 
 def test_a_drain_before_the_end_of_the_process_waits_for_copies_and_not_for_deletions() -> None:

@@ -12,7 +12,7 @@ from tests.rules import NEWEST_FIRST, SCATTERED
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.flush.tasks import CommandKind, OpenShard
+from tierfall.core.flush.tasks import OpenShard
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, SaveOutcome
@@ -62,26 +62,6 @@ def test_an_older_one_takes_no_room_from_newer_ones() -> None:
     with pytest.raises(FlushError, match="there is no room beside them"):
         world.handles[CheckpointId(2, 1)].wait("store", timeout=0)
     assert not world.coordinator.ledger.failing
-
-
-def test_what_was_left_behind_is_not_newer_than_the_present_line() -> None:
-    """Begun anew: the full store keeps two pinned ones of higher steps, and is still owed the newest there is."""
-    world = slow(capacity_bytes=int(2.5 * IMAGE))
-    save_quickly(world, 10, 11)
-    assert arrivals(world, copies=3) == [10, 11]
-    for step in (10, 11):
-        world.order(CommandKind.PIN, CheckpointId(step, 1))
-    world.crash()
-    world.start()
-    world.coordinator.ledger.continue_from(None, attempt=2)
-    save_quickly(world, 1)
-    arrivals(world, copies=2)
-    assert world.coordinator.owed_copies() == ((CheckpointId(1, 2), "store"),)
-    assert "store" in world.coordinator.ledger.failing, "it is said that there is no room"
-    world.order(CommandKind.UNPIN, CheckpointId(10, 1))
-    world.order(CommandKind.DELETE, CheckpointId(10, 1))
-    arrivals(world, copies=8)
-    assert 1 in world.steps_on("store")
 
 
 @pytest.mark.parametrize("late", [0, 500])

@@ -7,11 +7,11 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from tests.core.flush.test_damaged_entries import CODECS, FIRST, damage, saved, state
+from tests.core.flush.test_damaged_entries import CODECS, FIRST, damage, saved
 from tests.simulation.world import World, decided_on, file_rules
 from tierfall.backends.wrappers import Wrapper
 from tierfall.core.copies.verify import CopyVerifier, Damage
-from tierfall.core.types.values import Codec, CopyState
+from tierfall.core.types.values import Codec
 
 IMAGE = "*.safetensors*"
 KINDS = [
@@ -51,31 +51,6 @@ def nvme_alone(codec: Codec) -> tuple[World, Misreading]:
 
 def is_noted(world: World) -> bool:
     return decided_on([world.disks["nvme"]]).damage(FIRST, None) is not None
-
-
-@pytest.mark.parametrize(("codec", "files"), KINDS)
-def test_a_source_that_is_misread_once_is_flushed_from_and_not_reported(
-    codec: Codec, files: str
-) -> None:
-    world, nvme = nvme_alone(codec)
-    nvme.files, nvme.times = files, 1
-    world.settle()
-    has_frames = codec is not Codec.NONE
-    assert nvme.times == 0 or ("stored" in files and not has_frames)
-    assert state(world, "pfs") is CopyState.COMMITTED
-    world.check("pfs")
-    assert damage(world, "nvme") is None
-    assert not is_noted(world)
-
-
-@pytest.mark.parametrize(("codec", "files"), KINDS)
-def test_a_start_that_misreads_something_once_finds_the_copy_good(codec: Codec, files: str) -> None:
-    world, nvme = nvme_alone(codec)
-    world.crash()
-    nvme.files, nvme.times = files, 1
-    world.start()
-    assert state(world, "nvme") is CopyState.COMMITTED
-    assert damage(world, "nvme") is None
 
 
 def found_by_verify(world: World) -> tuple[Damage, ...]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import pytest
 
 from tests.simulation.world import IMAGE, World, decided_on, file_rules
-from tierfall.core.flush.tasks import CheckChunk, Command, CommandKind
+from tierfall.core.flush.tasks import Command, CommandKind
 from tierfall.core.format.decided import Word
-from tierfall.core.types.errors import BackendError, StorageFullError, UnreachableError
+from tierfall.core.types.errors import BackendError, UnreachableError
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import TierRules
 from tierfall.tiers.stored import StoredTier
@@ -42,25 +42,6 @@ def save_on(world: World, *steps: int) -> None:
         world.settle()
 
 
-def objects_of(world: World, tier: str, step: int) -> Collection[str]:
-    return [key for key in world.disks[tier]._objects if f"step-{step:08d}" in key]
-
-
-def test_a_full_disk_without_rules_makes_room() -> None:
-    world = begun_anew(file_rules("nvme"), restored=3, read_on="host", lost_memory=False)
-    store = world.stores["nvme"]
-    create: Callable[..., object] = store.create_shard
-
-    def full(*asked: object, **more: object) -> object:
-        if len(world.steps_on("nvme")) >= 3:
-            raise StorageFullError("no space")
-        return create(*asked, **more)
-
-    store.create_shard = full  # type: ignore[method-assign, assignment]
-    save_on(world, 4)
-    assert world.steps_on("nvme") == [2, 3, 4]
-
-
 def test_a_full_tier_makes_room_after_a_rollback() -> None:
     """What the first save leaves behind is the newest there, and counts for nothing then."""
     pfs = file_rules("pfs", shared=True, capacity_bytes=ROOM_FOR_THREE)
@@ -85,17 +66,6 @@ def test_a_copy_that_cannot_be_read_is_tried_again_and_the_next_one_meanwhile() 
     world.settle()
     save_on(world, 4)
     assert world.steps_on("pfs") == [2, 3, 4]
-
-
-def test_a_good_copy_that_is_found_damaged_later_is_followed_by_the_next() -> None:
-    nvme = file_rules("nvme", capacity_bytes=ROOM_FOR_THREE)
-    world = begun_anew(nvme, restored=3, read_on="host", lost_memory=False)
-    world.settle()
-    for key in objects_of(world, "nvme", 3):
-        if key.endswith(".safetensors"):
-            del world.disks["nvme"]._objects[key]
-    save_on(world, 4)
-    assert world.steps_on("nvme")[-1] == 4
 
 
 @pytest.mark.parametrize("kind", [CommandKind.PIN, CommandKind.DELETE])
@@ -137,12 +107,3 @@ def test_a_command_whose_number_another_process_has_passed_is_decided_again() ->
     assert world.order(CommandKind.PIN, CheckpointId(1, 1)) == {}
     save_on(world, 2, 3)
     assert world.steps_on("nvme") == [1, 3]
-
-
-def test_nothing_is_read_if_no_tier_deletes_anything() -> None:
-    world = begun_anew(file_rules("nvme"), file_rules("pfs"), restored=3, read_on="nvme")
-    tasks: list[object] = []
-    world.sees = tasks.append
-    world.settle()
-    save_on(world, 4)
-    assert not [task for task in tasks if isinstance(task, CheckChunk)]

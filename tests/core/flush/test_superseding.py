@@ -9,9 +9,7 @@ import pytest
 
 from tests.simulation.world import World, file_rules
 from tierfall.backends.object.backend import BufferedWriter
-from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.flush.tasks import (
-    CopyRun,
     Outcome,
     Task,
 )
@@ -54,13 +52,6 @@ def until(world: World, kind: type, tier: str = "nvme") -> None:
         carry_out(world, lambda task: task.tier == tier)
 
 
-def rest(world: World, seconds: float = 1.0) -> World:
-    """Let no lane begin a copy for a while, as after a failure: all that is saved meanwhile only waits."""
-    for lane in world.coordinator.lanes.values():
-        lane.not_before_s = world.now_s + seconds
-    return world
-
-
 def give_way(world: World, step: int) -> Any:
     """Ask for a region, and get it at once."""
     region, error = world.ask_for_region(step)
@@ -69,25 +60,6 @@ def give_way(world: World, step: int) -> Any:
 
 
 # Superseding -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("images", [2, 4])
-def test_a_tier_that_is_slower_than_the_saves_gets_one_copy_after_the_other(images: int) -> None:
-    """A copy takes seven tasks, and a save comes after every five."""
-    world = superseding(images=images)
-    for step in range(1, 51):
-        answer = world.ask_for_region(step)
-        while not answer:
-            assert world.run_one()
-        world.seal(world.begin(step, answer[0]))
-        world.step()
-        for _ in range(5):
-            world.run_one()
-    brought = world.steps_on("nvme")
-    assert len(brought) > 30
-    assert brought[-1] > 50 - 2 * images
-    given_up = world.door.counts["superseded_saves"]
-    assert (given_up > 8) == (images > 2), "two images are one that is copied, and the newest"
 
 
 def test_a_tier_that_refuses_writes_is_reported_however_fast_the_saves_are() -> None:
@@ -101,22 +73,6 @@ def test_a_tier_that_refuses_writes_is_reported_however_fast_the_saves_are() -> 
             world.now_s += 1.0
     assert "nvme" in world.coordinator.ledger.failing
     assert "flush of 1@1 to nvme failed" in str(world.coordinator.errors[0])
-
-
-def test_what_a_worker_reads_stays_and_the_next_oldest_goes() -> None:
-    world = superseding(images=3)
-    first = world.save(1)
-    until(world, CopyRun)
-    region = world.coordinator.ledger.entries[FIRST].region
-    assert region is not None
-    second = world.save(2)
-    world.save(3)
-    give_way(world, 4)
-    assert (first.outcome, second.outcome) == (SaveOutcome.PENDING, SaveOutcome.SUPERSEDED)
-    assert region.sealed
-    assert bytes(region.image) == world.image(FIRST)
-    assert len(world.memory.regions) == 3
-    assert world.door.counts["superseded_saves"] == 1, "one was enough"
 
 
 def store_alone(world: World, until: Callable[[], bool]) -> None:
@@ -147,37 +103,3 @@ def test_what_is_saved_stays_saved_and_who_waits_for_another_tier_is_notified() 
     first.captured(timeout=0)
     with pytest.raises(CapacityError, match="step 1 is superseded by step 5"):
         first.wait("nvme", timeout=0)
-
-
-# What is never superseded ----------------------------------------------------------------------------
-
-
-def test_the_newest_on_its_way_to_a_sparing_tier_stays_until_there_is_a_newer_one() -> None:
-    world = rest(
-        superseding(file_rules("nvme"), file_rules("pfs", shared=True, flush_every=3), images=3)
-    )
-    handles: dict[int, SaveHandle] = {}
-
-    def given_up_for(step: int) -> set[int]:
-        before = {s for s, h in handles.items() if h.outcome is SaveOutcome.SUPERSEDED}
-        handles[step] = world.save(step)
-        return {s for s, h in handles.items() if h.outcome is SaveOutcome.SUPERSEDED} - before
-
-    assert [given_up_for(step) for step in (1, 2, 3, 4, 5)] == [set(), set(), set(), {1}, {2}]
-    assert given_up_for(6) == {4}, "3 is the newest that is owed to pfs"
-    assert given_up_for(7) == {3}, "6 is owed to it too"
-
-
-def test_with_a_tier_that_saves_outrun_the_one_it_waits_for_arrives() -> None:
-    """Each save finds memory full, and yet what a sparing tier takes comes to it."""
-    world = superseding(file_rules("nvme"), file_rules("pfs", shared=True, flush_every=4), images=3)
-    for step in range(1, 21):
-        answer = world.ask_for_region(step)
-        while not answer:
-            assert world.run_one()
-        snapshot = world.begin(step, answer[0])
-        world.seal(snapshot)
-        for _ in range(2):  # a copy takes seven tasks
-            world.run_one()
-    assert world.door.counts["superseded_saves"] > 5
-    assert world.steps_on("pfs"), "nothing would survive the loss of the node"

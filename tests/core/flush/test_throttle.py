@@ -67,13 +67,6 @@ def test_a_flush_that_lengthens_the_steps_is_slowed_until_it_does_not() -> None:
     assert trained.world.steps_on("store")[:8] == list(range(60, 481, 60))
 
 
-def test_a_flush_that_costs_nothing_goes_on_at_full_rate_whatever_the_noise() -> None:
-    trained = Trained(lambda share: 0.0, noise=0.05)
-    trained.train(600, save_every=30)
-    assert sum(share < 1.0 for share in trained.seen) < 60
-    assert trained.seen[-1] >= 0.5
-
-
 def test_copies_to_peers_begin_at_the_lowest_rate_and_get_faster_if_steps_do_not_get_longer() -> (
     None
 ):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.core.flush.test_commits import talk
 from tests.faults import Fault, FaultKind, Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import Rank
@@ -99,34 +98,6 @@ def test_a_longer_max_wait_of_a_tier_holds_while_memory_is_held_for_it() -> None
     world.go_on(COPY_S + 1.0)
     region, error = answer
     assert (region is not None, error) == (True, None)
-
-
-def test_all_ranks_give_up_what_rank_0_gives_up_for_a_full_disk() -> None:
-    rules = [
-        file_rules(NODE_TIER, capacity_bytes=int(2.5 * IMAGE)),
-        file_rules(SHARED_TIER, shared=True, when_full=WhenFull.SUPERSEDE),
-    ]
-    run = Many((0, 1), rules, max_wait_s=10.0, memory_images=3)
-    for step in range(1, 7):
-        for rank in run.ranks:
-            rank.save(step)
-        talk(run)
-        for _ in range(60):  # the disks of both nodes are at work, the store is not
-            for rank in run.ranks:
-                rank.tasks.sort(key=lambda task: task.tier != NODE_TIER)
-                if rank.tasks and rank.tasks[0].tier == NODE_TIER:
-                    rank.coordinator.post(rank.runner.run(rank.tasks.pop(0)))
-                    rank.step()
-            talk(run)
-    lost = [rank.door.counts["given_up_copies"] for rank in run.ranks]
-    assert lost[0] == lost[1]
-    assert lost[0][SHARED_TIER] > 0
-    assert {id.step for id in run.committed(NODE_TIER)} >= {6}
-    run.settle()
-    assert 6 in {id.step for id in run.committed(SHARED_TIER)}
-    for rank in run.ranks:
-        assert rank.coordinator.errors == []
-        assert not rank.coordinator.busy()
 
 
 @pytest.mark.parametrize("node_of", [(0, 1), (0, 1, 1)])

@@ -105,37 +105,6 @@ def test_the_highest_number_counts_and_of_equal_ones_the_one_that_keeps(
     assert DecidedList.parse(decided.names[::-1]) == decided, "their order does not matter"
 
 
-@pytest.mark.parametrize(
-    ("words", "deleted"),
-    [
-        (("1 deleted",), True),
-        (("1 deleted", "1 pin"), False),
-        (("5 deleted", "1 pin"), False),
-        (("1 deleted", "2 pin", "3 unpin"), True),
-    ],
-)
-def test_a_pinned_checkpoint_is_not_deleted(words: tuple[str, ...], deleted: bool) -> None:
-    assert said(*words).is_deleted(ID, ATTEMPT) is deleted
-
-
-@pytest.mark.parametrize(
-    ("words", "tags"),
-    [
-        ((), "given"),
-        (("1 tag best",), "best given"),
-        (("1 tag best", "2 untag best"), "given"),
-        (("1 tag best", "1 untag best", "2 untag worst"), "best given"),
-        (("1 untag given",), ""),
-        (("1 untag given", "2 tag given"), "given"),
-        (("1 tag best", "2 tag b", "3 untag b"), "best given"),
-    ],
-)
-def test_tags_are_those_of_the_save_and_those_added_without_those_removed(
-    words: tuple[str, ...], tags: str
-) -> None:
-    assert said(*words).tags(ID, ATTEMPT, ("given",)) == set(tags.split())
-
-
 def test_what_another_attempt_of_that_number_was_told_does_not_count() -> None:
     decided = said("1 pin", "2 tag best", about=OTHER) | said("3 deleted", about=OTHER)
     assert not decided.is_pinned(ID, ATTEMPT)

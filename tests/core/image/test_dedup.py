@@ -18,8 +18,6 @@ from tierfall.core.image.dedup import (
     ReplicaTable,
     ReplicatedTensors,
     assign_writers,
-    digests_agree,
-    find_difference,
 )
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.image.merge import merge_headers
@@ -108,24 +106,6 @@ def test_what_may_change_at_any_time_or_is_of_one_rank_is_not_shared() -> None:
     assert kept == {name for name in names if not name.startswith("optimizer.")}
 
 
-def test_what_is_not_alike_is_named_with_its_ranks() -> None:
-    states = [training(1), training(1), training(1)]
-    with torch.no_grad():
-        states[1]["model"][2].weight[0, 0] += 1
-    shares = [shareable(state) for state in states]
-    tables = [share.table for share in shares]
-    division = assign_writers(tables)
-    digests = {rank: share.digests(division) for rank, share in enumerate(shares)}
-    assert not digests_agree({rank: one.by_group() for rank, one in digests.items()})
-    found = find_difference(digests)
-    assert found is not None
-    assert (found.ranks, found.others, found.more) == ((0, 2), (1,), 0)
-    assert shares[0].names()[found.key] == "model.2.weight"
-    alike = digests | {1: digests[0]}
-    assert digests_agree({rank: one.by_group() for rank, one in alike.items()})
-    assert find_difference(alike) is None
-
-
 def test_what_lies_otherwise_in_memory_is_not_shared() -> None:
     weight = torch.randn(3, 4)
     plain = {"w": nn.Parameter(weight.clone()), "v": nn.Parameter(torch.ones(2))}
@@ -142,26 +122,6 @@ def image_of(state: dict[str, Any], left_out: dict[int, int]) -> Any:
     header = layout.header(view)
     assert header is not None
     return layout, header_of(header + bytes(layout.data_bytes))
-
-
-def test_merged_headers_take_the_bytes_from_who_wrote_them() -> None:
-    state = training()
-    names = walk_state(state).names
-    weight, bias = names.index("model.2.weight"), names.index("model.2.bias")
-    headers = {
-        0: image_of(state, {weight: 1})[1],
-        1: image_of(state, {bias: 0})[1],
-    }
-    merged = merge_headers(headers, what="test", own=None)
-    rank_of = {
-        stored.name: [block.rank for block in merged.blocks[position]]
-        for position, stored in enumerate(merged.header.tensors)
-    }
-    assert rank_of["model.2.weight"] == [1]
-    assert rank_of["model.2.bias"] == [0]
-    own = merge_headers(headers, what="test", own=0)
-    (block,) = own.blocks[[t.name for t in own.header.tensors].index("model.2.weight")]
-    assert block.rank == 1
 
 
 def test_an_entry_that_all_take_from_rank_0_is_found_where_another_wrote_it() -> None:

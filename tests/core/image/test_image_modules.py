@@ -32,10 +32,6 @@ def compiled_(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend="eager")
 
 
-def names_of(state: object) -> set[str]:
-    return set(walk_state(state).names)
-
-
 def test_item_refuses_words_that_it_does_not_know() -> None:
     with pytest.raises(ConfigError, match="sometimes"):
         item(1, changes="sometimes")
@@ -44,32 +40,6 @@ def test_item_refuses_words_that_it_does_not_know() -> None:
 
 
 # ---- wrappers
-
-
-class Tower(nn.Module):
-    """Has a child called ``module`` and one called ``_orig_mod`` that are no wrappers' doing."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.module = nn.Linear(1, 1)
-        self._orig_mod = nn.Linear(1, 1)
-        self.inner = inner
-
-
-def test_wrappers_are_stripped_by_their_type_at_any_depth() -> None:
-    bare = Tower(nn.Sequential(nn.Linear(2, 2)))
-    compiled = compiled_(Tower(compiled_(nn.Sequential(nn.DataParallel(nn.Linear(2, 2))))))
-    names = names_of({"m": bare, "rng": None})
-    assert "m.module.weight" in names
-    assert "m._orig_mod.weight" in names
-    assert names_of({"m": compiled, "rng": None}) == names
-    assert names_of({"m": nn.DataParallel(compiled), "rng": None}) == names
-    image, _ = make_image({"m": compiled, "rng": None})
-    restore({"m": bare, "rng": None}, image)
-    assert equal(bare, compiled)
-    assert list(load(image)["m"]) == list(compiled.state_dict())
-    image, _ = make_image({"m": Tower(nn.Sequential(nn.Linear(2, 2))), "rng": None})
-    restore({"m": compiled, "rng": None}, image)
 
 
 class Layer(nn.Module):

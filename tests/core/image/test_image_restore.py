@@ -90,20 +90,6 @@ def test_a_mapping_that_cannot_be_written_takes_tensors_but_no_values() -> None:
         restore(MappingProxyType({"w": torch.zeros(2), "n": 0, "rng": None}), image)
 
 
-def test_a_key_that_a_restore_removes_is_reported_and_can_be_kept(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As one that came to the dict after the checkpoint that a loop goes back to."""
-    image, _ = make_image({"extra": {"epoch": 3}, "rng": None})
-    state: dict[str, Any] = {"extra": {"epoch": 9, "best": 0.5}, "rng": None}
-    restore(state, image, is_going_back=True)
-    assert state["extra"] == {"epoch": 3}
-    assert "'best' of extra is not in the checkpoint, and is removed" in caplog.text
-    state = {"extra": {"epoch": 9, "best": 0.5}, "rng": None}
-    restore(state, image, skip=["extra.best"])
-    assert state["extra"] == {"epoch": 3, "best": 0.5}
-
-
 # ---- what is meant otherwise
 
 
@@ -180,26 +166,6 @@ def test_what_is_skipped_of_groups_in_another_order_goes_by_the_states_order() -
     assert [group["lr"] for group in state["optimizer"].param_groups] == [0.8, 0.1]
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_parameters_that_overlap_in_part_are_right_or_refused(same: bool) -> None:
-    class Tied(nn.Module):
-        def __init__(self, overlapping: bool) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(6, 3)
-            self.head = nn.Linear(3, 4, bias=False)
-            if overlapping:
-                self.head.weight = nn.Parameter(self.embedding.weight.data[:4])
-
-    image, _ = make_image({"m": (saved := Tied(same)), "rng": None})
-    state = {"m": Tied(True), "rng": None}
-    if not same:
-        with pytest.raises(RestoreError, match=r"shares memory with m\."):
-            restore(state, image)
-        return
-    restore(state, image)
-    assert torch.equal(state["m"].embedding.weight, saved.embedding.weight)  # type: ignore[union-attr]
-
-
 def test_schedulers_in_a_scheduler_of_other_classes_are_refused() -> None:
     def made(last: Any, *more: Any) -> dict[str, Any]:
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -232,14 +198,6 @@ def test_a_module_that_has_not_run_is_refused_with_what_to_do() -> None:
     image, _ = make_image({"m": ready, "rng": None})
     with pytest.raises(RestoreError, match=r"m.weight: .*uninitialized.*run the module once"):
         restore({"m": nn.LazyLinear(4), "rng": None}, image)
-
-
-def test_a_schedulers_state_dict_in_place_of_the_scheduler_is_refused() -> None:
-    optimizer = torch.optim.SGD(Before().parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    image, _ = make_image({"scheduler": scheduler.state_dict(), "rng": None})
-    with pytest.raises(RestoreError, match="of a learning rate scheduler"):
-        restore({"scheduler": scheduler.state_dict(), "rng": None}, image)
 
 
 def test_gradients_of_what_is_restored_are_let_go_of() -> None:

@@ -16,7 +16,6 @@ from torch import nn
 
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.walk import walk_state
-from tierfall.core.tensors import dtypes
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types.errors import CaptureError, RestoreError
 
@@ -29,44 +28,6 @@ def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     count = int(np.prod(shape, dtype=int)) * dtype.itemsize
     flat = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
     return flat.view(dtype).view(shape)
-
-
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in QUANTIZED], ids=str)
-def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
-    whole = random_bits(dtype, 4, 6)
-    state = {
-        "whole": whole,
-        "turned": whole.t(),
-        "part": whole[1:3, ::2],
-        "expanded": whole[:1].expand(3, 6),
-        "scalar": random_bits(dtype, 1)[0],
-        "empty": random_bits(dtype, 0, 5),
-        "rng": None,
-    }
-    assert state["scalar"].shape == ()
-    image, layout = make_image(state)
-    loaded = load(image)
-    target = {
-        "whole": random_bits(dtype, 4, 6),
-        "turned": random_bits(dtype, 4, 6).t(),
-        "part": random_bits(dtype, 4, 6)[1:3, ::2],
-        "expanded": random_bits(dtype, 3, 6),
-        "scalar": random_bits(dtype, 1)[0],
-        "empty": random_bits(dtype, 0, 5),
-        "rng": None,
-    }
-    addresses = {k: v.data_ptr() for k, v in target.items() if v is not None}
-    restore(target, image)
-    for key, source in state.items():
-        if source is None:
-            continue
-        for back in (loaded[key], target[key]):
-            assert back.dtype is dtype
-            assert back.shape == source.shape
-            assert bits(back) == bits(source)
-        assert target[key].data_ptr() == addresses[key]
-    code = dtypes.code_of(dtype)
-    assert {placement.dtype for placement in layout.placements} == {code or "U8"}
 
 
 def make_quantized(dtype: torch.dtype, scheme: str) -> torch.Tensor:
@@ -173,45 +134,6 @@ def test_a_storage_that_was_freed_or_cut_off_is_refused(start: int, left_bytes: 
 # ---- aliases
 
 
-def test_tied_tensors_are_stored_once_and_come_back_tied() -> None:
-    shared = torch.arange(6.0)
-    state = {
-        "a": shared,
-        "b": [shared.view(6), shared.detach()],
-        "c": shared.view(2, 3),
-        "rng": None,
-    }
-    image, layout = make_image(state)
-    assert len(layout.placements) == 2
-    loaded = load(image)
-    assert loaded["a"] is loaded["b"][0]
-    assert loaded["a"] is loaded["b"][1]
-    assert loaded["c"].tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_tied_data_fills_both_untied_targets() -> None:
-    shared = torch.arange(6.0)
-    image, _ = make_image({"a": shared, "b": shared, "rng": None})
-    target = {"a": torch.zeros(6), "b": torch.zeros(12)[::2], "rng": None}
-    restore(target, image)
-    assert torch.equal(target["a"], shared)
-    assert torch.equal(target["b"], shared)
-
-
-def test_one_tensor_into_targets_that_overlap_in_part_is_refused() -> None:
-    shared = torch.arange(6.0)
-    image, _ = make_image({"a": shared, "b": shared, "rng": None})
-    memory = torch.zeros(12)
-    with pytest.raises(RestoreError, match=r"[ab] shares memory with [ab]"):
-        restore({"a": memory[:6], "b": memory[5:11], "rng": None}, image)
-    with pytest.raises(RestoreError, match=r"[ab] shares memory with [ab]"):
-        restore({"a": memory[:6], "b": memory[1::2], "rng": None}, image, strict=False)
-    assert memory.tolist() == [0] * 12
-    beside = {"a": memory[:6], "b": memory[6:], "rng": None}
-    restore(beside, image)
-    assert memory.tolist() == [0, 1, 2, 3, 4, 5] * 2
-
-
 def test_overlapping_views_are_each_stored_whole() -> None:
     base = torch.arange(5.0)
     state = {"x": base[:4], "y": base[1:], "z": base.view(torch.int32), "s": base[::2], "rng": None}
@@ -227,25 +149,6 @@ def test_overlapping_views_are_each_stored_whole() -> None:
 
 
 # ---- names and order
-
-
-@given(
-    st.dictionaries(
-        st.text(st.characters(exclude_categories=()), max_size=5), st.integers(0, 3), max_size=8
-    )
-)
-@settings(max_examples=40, deadline=None)
-def test_any_text_may_be_a_key(
-    tmp_path_factory: pytest.TempPathFactory, lengths: dict[str, int]
-) -> None:
-    state = {"k": {key: torch.full((n,), n) for key, n in lengths.items()}, "rng": None}
-    image, layout = make_image(state)
-    assert len({placement.name for placement in layout.placements}) == len(lengths)
-    opened = safetensors.torch.load(image)
-    assert sorted(opened) == sorted(placement.name for placement in layout.placements)
-    assert {k: v.tolist() for k, v in load(image)["k"].items()} == {
-        k: v.tolist() for k, v in state["k"].items()
-    }
 
 
 shapes = st.lists(st.integers(0, 4), max_size=3)

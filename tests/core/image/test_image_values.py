@@ -77,12 +77,6 @@ values = st.recursive(
 
 
 @given(values)
-@settings(max_examples=80, deadline=None)
-def test_any_nested_value_comes_back_the_same(value: object) -> None:
-    assert same(saved_and_loaded(value), value)
-
-
-@given(values)
 @settings(max_examples=30, deadline=None)
 def test_any_nested_value_comes_back_beside_a_tensor(value: object) -> None:
     entry = {"tensor": torch.arange(3), "value": value, "both": [torch.ones(1), value]}

@@ -70,21 +70,6 @@ def trained() -> dict[str, Any]:
     }
 
 
-def test_a_loader_that_shuffles_is_missed() -> None:
-    for make in (
-        lambda: DataLoader([1, 2, 3], shuffle=True),
-        lambda: DataLoader([1, 2, 3], shuffle=True, generator=torch.Generator()),
-        lambda: DataLoader([1, 2, 3], sampler=RandomSampler([1, 2, 3])),
-        lambda: DataLoader([1, 2, 3], batch_size=None, sampler=RandomSampler([1, 2, 3])),
-        lambda: Loader(shuffle=True),
-    ):
-        loader = make()
-        (text,) = texts(trained())
-        assert "docs/exact-resume.md" in text
-        del loader
-        assert texts(trained()) == []
-
-
 def test_a_loader_that_does_not_shuffle_by_the_random_state_is_not_missed() -> None:
     loaders = [
         DataLoader([1, 2, 3]),

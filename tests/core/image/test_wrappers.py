@@ -11,7 +11,7 @@ from image_help import header_of, load, make_image, restore
 from torch import nn
 
 from tests import wrapped
-from tests.wrapped import Coded, CodedMomentum, is_same, parts_of
+from tests.wrapped import Coded, CodedMomentum, is_same
 from tierfall.core.image.merge import merge_headers
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.state.walk import walk_state
@@ -22,30 +22,6 @@ from tierfall.core.types.errors import CaptureError, IntegrityError, RestoreErro
 def coded(seed: int, rows: int = 4, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     return Coded.of(torch.randn(rows, 6, generator=generator), **options)
-
-
-@pytest.mark.parametrize("place", ["bare", "list", "dict"])
-def test_wrapper_in_a_container_is_filled_in_place_and_rebuilt_by_load(place: str) -> None:
-    def state(value: Any) -> dict[str, Any]:
-        return {"x": {"bare": value, "list": [value], "dict": {"in": value}}[place], "rng": None}
-
-    def of(loaded: dict[str, Any]) -> Any:
-        return {"bare": lambda x: x, "list": lambda x: x[0], "dict": lambda x: x["in"]}[place](
-            loaded["x"]
-        )
-
-    image, _ = make_image(state(coded(1)))
-    live = coded(2)
-    inner, into = parts_of(live), state(live)
-    restore(into, image)
-    assert of(into) is live
-    assert all(a is b for a, b in zip(inner, parts_of(live), strict=True))
-    assert is_same(live, coded(1))
-    back = of(load(image))
-    assert type(back) is Coded
-    assert type(back.scale) is wrapped.Table
-    assert is_same(back, coded(1))
-    assert (back.shape, back.stride()) == (live.shape, live.stride())
 
 
 def trained(seed: int, steps: int) -> tuple[nn.Module, CodedMomentum]:

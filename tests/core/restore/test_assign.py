@@ -4,61 +4,21 @@ shares; and it comes to each node once."""
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.core.ranks.messages import NumberRanges
 from tierfall.core.ranks.topology import Topology
 from tierfall.core.restore.assign import (
-    NODES_TRIED,
     RankGroup,
     assign,
     needing_on_node,
     pull_order,
     relay_of,
-    sources,
     takers_of,
 )
-
-
-def group(*ranks: int, **needs: tuple[int, ...]) -> RankGroup:
-    """``group(0, 1, i3=(1, 2))``: ranks 0 and 1 need chunks 1 and 2 of rank 3's image."""
-    chunks = {int(i[1:]): NumberRanges.of(indexes) for i, indexes in needs.items()}
-    return RankGroup(ranks=NumberRanges.of(ranks), chunks=chunks)
-
-
-def test_the_owner_is_asked_first_and_then_a_rank_of_each_node_that_sees_the_image() -> None:
-    node_of = {rank: rank // 2 for rank in range(12)}
-    holders = {0: [(1, (2, 3)), (2, tuple(range(12)))], 1: [(1, (5,))]}
-    asked = [*sources(holders, 0, 3, node_of)]
-    assert asked[0] == 3
-    assert len({node_of[rank] for rank in asked}) == len(asked) == NODES_TRIED
-    assert [*sources(holders, 1, 5, node_of)] == [5]
-    assert [*sources(holders, 7, None, node_of)] == []
-
-
-def test_headers_are_read_by_those_who_saved_them_and_see_them_fastest() -> None:
-    node_of = {0: 0, 1: 0, 2: 1, 3: 1}
-    shared = {image: [(2, (0, 1, 2, 3))] for image in range(4)}
-    assert [next(sources(shared, image, None, node_of)) for image in range(4)] == [0, 1, 2, 3]
-    faster = {**shared, 1: [(1, (2, 3)), *shared[1]]}
-    assert next(sources(faster, 1, None, node_of)) in (2, 3)
-
-
-def test_what_no_rank_sees_has_no_owner() -> None:
-    assert assign([group(0, i0=(1,))], {}) == {}
-
-
-@pytest.mark.parametrize("ranks", [4, 16])
-def test_what_all_need_is_read_in_equal_shares(ranks: int) -> None:
-    holders = {image: [(1, tuple(range(ranks)))] for image in range(3)}
-    every = group(*range(ranks), i0=(*range(1, 17),), i1=(1, 2), i2=(*range(1, 15),))
-    read = Counter(item.owner for item in assign([every], holders).values())
-    assert {*read.values()} == {32 // ranks}
 
 
 @st.composite

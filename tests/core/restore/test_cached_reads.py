@@ -214,17 +214,6 @@ def test_a_chunk_that_is_damaged_in_the_cache_alone_is_read_again_from_the_disk(
     assert any(f"chunk {chunk} of {ONE} on disk" in each for each in passed_over(restored))
 
 
-@pytest.mark.parametrize("chunk", [0, 5])
-def test_a_chunk_that_is_damaged_on_the_disk_too_is_read_from_the_next_tier(chunk: int) -> None:
-    tiers, state = CachedTiers("far"), state_of(-1)
-    tiers.store.flip(chunk, disk=True)
-    restored = tiers.restore(state)
-    assert restored is not None
-    assert holds(state, 5)
-    assert set(restored.tally.bytes) == {"disk", "far"}
-    assert len(list(passed_over(restored))) == 1
-
-
 def test_a_cache_that_cannot_be_read_gives_way_to_the_disk() -> None:
     """It was cut short, say, between the question and the read."""
     tiers, state = CachedTiers(), state_of(-1)

@@ -57,10 +57,17 @@ def blank() -> dict[str, Any]:
     return {**state_of(-1), "w": torch.full((ELEMENTS,), UNTOUCHED)}
 
 
-def onto_device(plan: ReadPlan) -> ReadPlan:
+class Full(OnDevice):
+    """On a device without room."""
+
+    def new_empty(self, *size: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+
+def onto_device(plan: ReadPlan, kind: type[OnDevice] = OnDevice) -> ReadPlan:
     """Put every tensor of a plan on the device that is none."""
     targets = tuple(
-        dataclasses.replace(each, target=each.target.as_subclass(OnDevice)) for each in plan.targets
+        dataclasses.replace(each, target=each.target.as_subclass(kind)) for each in plan.targets
     )
     return dataclasses.replace(plan, targets=targets)
 
@@ -107,10 +114,12 @@ def test_bits_are_the_saved_ones(tier: str, buffers: int, stream: FakeStream) ->
     ring.release()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_tensors_of_all_sizes_come_back_bit_for_bit(seed: int, stream: FakeStream) -> None:
+@pytest.mark.parametrize("kind", [OnDevice, Full])
+def test_tensors_of_all_sizes_come_back_bit_for_bit(
+    kind: type[OnDevice], stream: FakeStream
+) -> None:
     """Hundreds in a chunk, and chunks that one tensor fills; some on the device, some in host memory."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     sizes = [*torch.randint(1, 30, (700,)).tolist(), 1, 5000, 9000, 40, 2048]
     kinds = (torch.float32, torch.bfloat16, torch.uint8)
     saved = {
@@ -125,7 +134,7 @@ def test_tensors_of_all_sizes_come_back_bit_for_bit(seed: int, stream: FakeStrea
     def make_plan(header: Any) -> ReadPlan:
         plan = plan_fill({**state, "rng": None}, header)
         here = torch.rand(len(plan.targets)).lt(0.1).tolist()
-        there = onto_device(plan).targets
+        there = onto_device(plan, kind).targets
         targets = (a if stays else b for a, b, stays in zip(plan.targets, there, here, strict=True))
         return dataclasses.replace(plan, targets=tuple(targets))
 

@@ -12,13 +12,10 @@ from restore_help import (
     flip,
     holds,
     passed_over,
-    start_of,
     state_of,
 )
 
-from tierfall.core.format.decided import Word
 from tierfall.core.types.errors import (
-    BackendError,
     IntegrityError,
     NotSupportedError,
     RestoreError,
@@ -35,18 +32,6 @@ def state() -> dict[str, Any]:
 
 
 # Which copy ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [UnreachableError("timeout"), BackendError("medium error")])
-def test_a_chunk_that_cannot_be_read_comes_from_the_next_copy(
-    error: BackendError, state: dict[str, Any]
-) -> None:
-    tiers = Tiers("nvme", "store")
-    bad = tiers.put("nvme", checkpoint(5))
-    bad.errors[start_of(bad, 3)] = error
-    tiers.put("store", checkpoint(5))
-    assert tiers.restore(state) is not None
-    assert holds(state, 5)
 
 
 @pytest.mark.parametrize(
@@ -104,22 +89,6 @@ def test_copies_of_one_name_with_different_content_are_never_mixed(state: dict[s
     flip(fast, 2)
     with pytest.raises(RestoreError, match="damaged in every copy"):
         tiers.restore(state_of(-1))
-
-
-# Which step ------------------------------------------------------------------------------------------
-
-
-def test_what_a_person_deleted_is_not_restored_though_it_lies_there_still(
-    state: dict[str, Any],
-) -> None:
-    tiers = Tiers("nvme", "store")
-    tiers.put("nvme", checkpoint(4))
-    tiers.put("nvme", checkpoint(5))
-    tiers.put("store", checkpoint(5))
-    tiers.decide("store", Word.DELETED, checkpoint(5))
-    restored = tiers.restore(state)
-    assert restored is not None
-    assert holds(state, 4)
 
 
 # Nothing, and could not look -------------------------------------------------------------------------

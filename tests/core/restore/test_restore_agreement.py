@@ -77,13 +77,6 @@ def lost(tiers: Tiers) -> None:
 # What is whole ---------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_many_nodes_is_whole_where_each_holds_its_part() -> None:
-    ranks = several(4)
-    put_parts(ranks, "nvme", 5)
-    whole, lacking = complete(seen(ranks))
-    assert (whole, lacking) == ({CheckpointId(5, 1)}, {})
-
-
 def test_shards_may_lie_on_different_tiers() -> None:
     """One of four nodes is gone: its shard is taken from the store, which holds no other."""
     ranks = several(4)

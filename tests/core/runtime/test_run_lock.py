@@ -48,35 +48,6 @@ except LockError:
 os._exit(0)  # without taking down all modules
 """
 
-FORKED_CHILD = """
-import os, sys
-from pathlib import Path
-from tierfall.core.types.errors import LockError
-from tierfall.core.runtime.run_lock import RunLock
-path = Path(sys.argv[1])
-lock = RunLock.acquire(path, run="gpt")
-child = os.fork()
-if child == 0:
-    problems = 0
-    if lock.held:
-        problems |= 1
-    try:
-        RunLock.acquire(path, run="gpt")
-        problems |= 2
-    except LockError as error:
-        if str(os.getppid()) not in str(error):
-            problems |= 4
-    if RunLock.owner(path).pid != os.getppid():
-        problems |= 8
-    lock.release()
-    os._exit(problems)
-code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print("held", flush=True)
-assert lock.held
-sys.stdin.read()
-sys.exit(code)
-"""
-
 Start = Callable[[str, Path], Forked]
 
 
@@ -155,18 +126,6 @@ def test_owner_is_known_by_the_kernel_where_the_note_is_unusable(
     assert RunLock.owner(path) == LockOwner(pid=process.pid)
     with pytest.raises(LockError, match=f"process {process.pid}, since an unknown time"):
         RunLock.acquire(path, run="gpt")
-
-
-def test_forked_child_does_not_believe_that_it_owns_the_lock(path: Path, start: Start) -> None:
-    process = start(FORKED_CHILD, path)
-    assert first_line(process) == "held"
-    # The child has released its copy and ended: the parent still owns, and its note is still there.
-    assert not another_process_can_take(path)
-    owner = RunLock.owner(path)
-    assert owner is not None
-    assert owner.since_wall_s is not None
-    process.communicate()
-    assert process.returncode == 0
 
 
 def test_lock_on_an_unlinked_file_is_noticed_and_taken_anew(
