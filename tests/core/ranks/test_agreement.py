@@ -147,7 +147,7 @@ def test_ranks_that_do_not_come_are_named_and_no_others(world: World, missing: l
 
 
 def test_a_rank_whose_message_is_malformed_is_named_everywhere(world: World) -> None:
-    world.ranks[6].message_tree.contribute(("agree", 0), ["open", "one"])
+    world.ranks[6].message_tree.contribute(("agree", 0), {"name": "open", "body": "one"})
     results = world.run({rank: agree() for rank in all_but(world, 6)})
     for rank in all_but(world, 6):
         assert isinstance(results[rank], RanksError)
