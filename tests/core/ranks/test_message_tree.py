@@ -40,9 +40,9 @@ def heard(network: Network, rank: int, event: str) -> list[tuple[Any, ...]]:
     return [what[1:] for what in network.heard[rank] if what[0] == event]
 
 
-def contribute(network: Network, *ranks: int, topic: Topic = X, **more: bool) -> None:
+def contribute(network: Network, *ranks: int, topic: Topic = X) -> None:
     for rank in ranks:
-        network.message_trees[rank].contribute(topic, {"of": rank}, **more)
+        network.message_trees[rank].contribute(topic, {"of": rank})
 
 
 def of(*ranks: int) -> dict[int, dict[str, int]]:
