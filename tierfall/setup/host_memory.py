@@ -390,11 +390,20 @@ class Leftovers:
 
     def _is_needed(self, id: CheckpointId) -> bool:
         """Return whether no tier but peer memory has these images, and this start was restored from them, or peer
-        memory counts on them: they are the newest of a reported checkpoint."""
+        memory counts on them: they are the newest of a reported checkpoint. Without peer memory, a newer checkpoint in
+        the memory of all ranks takes their place."""
         if self.durable_on(id) - self.ledger.peer_tiers:
             return False
-        return id == self.ledger.restored_from or (
-            self._may_be_reported(id) and not self._has_newer(id)
+        if id == self.ledger.restored_from:
+            return bool(self.ledger.peer_tiers) or not self._memory_has_newer(id)
+        return self._may_be_reported(id) and not self._has_newer(id)
+
+    def _memory_has_newer(self, id: CheckpointId) -> bool:
+        left, order = self.ledger.abandoned(), (id.attempt, id.step)
+        return any(
+            e.state(self.ledger.host) is CopyState.SEALED and e.age_order > order
+            for e in self.ledger.entries.values()
+            if not (e.deleted or e.id in left)
         )
 
     def _has_newer(self, id: CheckpointId) -> bool:

@@ -38,9 +38,11 @@ def left(
     *,
     restored_from: CheckpointId | None,
     has_other_images: bool = False,
+    has_peers: bool = True,
 ) -> Leftovers:
     """A part of each of the three checkpoints is in memory. ``few`` are on too few nodes."""
-    ledger = Ledger((host_rules(), peer_rules(), file_rules(STORE)), "host")
+    peers = (peer_rules(),) if has_peers else ()
+    ledger = Ledger((host_rules(), *peers, file_rules(STORE)), "host")
     ledger.load((), (), decided=DecidedList(), on_few_nodes={PEERS: few})
     copies = [(id, tier, CopyState.COMMITTED) for id, tier in committed.items()]
     if has_other_images:
@@ -85,6 +87,16 @@ def test_the_restored_one_gives_way_to_what_peer_memory_counts_on() -> None:
     mine = CheckpointId(30, 4)
     leftovers = left({mine: True}, {mine: PEERS}, restored_from=STRAY, has_other_images=True)
     assert given_up(leftovers) == [OLD, NEW, STRAY]
+
+
+@pytest.mark.parametrize(
+    ("has_other_images", "order"), [(False, [OLD, STRAY]), (True, [OLD, NEW, STRAY])]
+)
+def test_without_peers_the_restored_one_stays_until_all_memory_has_a_newer_one(
+    has_other_images: bool, order: list[CheckpointId]
+) -> None:
+    others = {"has_other_images": has_other_images, "has_peers": False}
+    assert given_up(left({}, {}, restored_from=NEW, **others)) == order
 
 
 def test_what_a_person_has_deleted_is_released_once_the_lists_say_so() -> None:
