@@ -74,7 +74,7 @@ LINES = {
     ("backends",): 5_524,
     ("tiers",): 4_714,
     ("tierfall/config",): 2_061,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_103,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_106,
     ("tierfall/ops",): 3_226,
     ("tierfall/telemetry",): 1_757,
     ("tierfall/cli",): 3_699,

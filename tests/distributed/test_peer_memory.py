@@ -79,4 +79,5 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(
 ) -> None:
     (tmp_path / "peers-1").touch()
     answers = make_job(2, [0, 1], program=PROGRAM).run("resume")
-    assert all("rank 1: tier peers: " in answer["text"] for answer in answers), answers
+    assert "rank 1: tier peers: " in answers[0]["text"], answers
+    assert answers[1]["text"].startswith("tier peers: "), answers

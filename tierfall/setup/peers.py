@@ -214,15 +214,18 @@ def meet_peers(config: Config, ranks: Ranks) -> tuple[Config, PeerMemory | None]
 
 
 def _describe_self(tier: PeerTierConfig, run: str) -> PeerAddress:
-    prepare_folder(tier.path / run)  # what is kept for others is nobody else's to read
-    found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
-    return PeerAddress(
-        host=own_address(tier.interface),
-        node=node_name(),
-        domain=found.name,
-        source=found.source,
-        memory_id=_memory_id(tier.path),
-    )
+    try:
+        prepare_folder(tier.path / run)  # what is kept for others is nobody else's to read
+        found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
+        return PeerAddress(
+            host=own_address(tier.interface),
+            node=node_name(),
+            domain=found.name,
+            source=found.source,
+            memory_id=_memory_id(tier.path),
+        )
+    except TierfallError as error:
+        raise type(error)(f"tier {tier.name}: {error}") from error
 
 
 def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
