@@ -49,8 +49,10 @@ def row(key: str, member: dict[str, Any], *, required: bool) -> str:
     meaning = " ".join(member["description"].split())
     linked = re.findall(r"'#/\$defs/(\w+)'", str(member))
     if HEADINGS.get(linked[0] if linked else "") == f"`{key}`":
-        shown = "none" if default is None else f"[its own](#{key})"
-        meaning += f" [Its keys](#{key})."
+        if default is None:
+            meaning += f" [Its keys](#{key})."
+        else:
+            shown = f"[its own](#{key})"
     return f"| `{key}` | {shown} | {meaning} | {flow(member['examples'][0])} |\n"
 
 

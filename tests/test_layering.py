@@ -73,7 +73,7 @@ LINES = {
     ("policies",): 2_174,
     ("backends",): 5_524,
     ("tiers",): 4_714,
-    ("tierfall/config",): 2_061,
+    ("tierfall/config",): 2_051,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_106,
     ("tierfall/ops",): 3_226,
     ("tierfall/telemetry",): 1_757,

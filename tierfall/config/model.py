@@ -132,20 +132,19 @@ class IntervalSection(PolicySection):
     policy_kind = PolicyKind.INTERVAL
 
     every: fields.Every | None = Field(default=None, examples=[100])
-    """Save every so many training steps, or every so much time: `10m` saves at the first step after that time."""
+    """Save every so many training steps, or every so much time."""
     overhead: fields.Overhead | None = Field(default=None, examples=["3.5%"])
-    """The share of training time that saving may cost. The interval is computed from measured steps and saves. Absent:
+    """The share of training time that saving may cost: the interval is computed from measured steps and saves. Absent:
     3.5%, if neither `every` nor `mtbf` is set."""
     mtbf: Annotated[Mtbf | None, _alone("process", str | int | float, Mtbf | None)] = Field(
         default=None, examples=["4h"]
     )
-    """The mean time between failures: the interval is computed that loses the least time to saving and to failures
-    together (Young and Daly). A time, or one for each loss class: `{process: 4h, node: 12h, site: 90d}`."""
+    """The mean time between failures, or one for each loss class: the interval is computed that loses the least time to
+    saving and to failures together (Young and Daly)."""
     on_signal: tuple[fields.Signal, ...] = Field(default=(), examples=[["SIGTERM"]])
-    """Signals on which the next `maybe_save` saves, whatever the interval is. A handler installed before still runs."""
+    """Signals on which the next `maybe_save` saves, whatever the interval is."""
     at_end: fields.Flag = Field(default=True, examples=[False])
-    """Whether `close` saves the last step that `maybe_save` was given, if it is not saved yet. Every tier receives it.
-    After an exception it is not saved."""
+    """Whether `close` saves the last step that `maybe_save` was given, if it is not saved yet."""
 
     @model_validator(mode="after")
     def _one_measure(self) -> Self:
@@ -191,13 +190,12 @@ class CaptureSection(Section):
     """`lazy`: `save` returns at once, and the state is copied until the optimizer's next step. `blocking`: `save`
     returns when the state is copied."""
     verify: fields.Switch = Field(default=Verify.SAMPLE, examples=["full"])
-    """How much of a lazily captured image is compared with the state as it was at `save`, before the image is sealed.
-    `sample`: short tensors whole, about a hundred places of longer ones, and in rotation 2 MiB of these. `full` (or
-    `true`): every byte in host memory. `off` (or `false`): only version counters and addresses; then frozen parameters
-    are copied before `save` returns. A snapshot that differs is given up, and the error names the tensor."""
+    """How much of a lazily captured image is compared with the state as it was at `save`. `sample`: short tensors
+    whole, and samples of longer ones. `full` (or `true`): every byte in host memory. `off` (or `false`): only version
+    counters and addresses."""
     threads: fields.Count | None = Field(default=None, examples=[4])
-    """How many threads hash an image that is mostly on GPUs, and verify a restore. Any other image is hashed by one.
-    Absent: as many as the process may use cores, at most 8; ranks that may use the same cores divide them."""
+    """How many threads hash an image that is mostly on GPUs, and verify a restore. Absent: as many as the process may
+    use cores, at most 8; ranks that may use the same cores divide them."""
     bandwidth_bytes_per_s: fields.Rate | None = Field(default=None, examples=["10GB/s"])
     """The most that a lazy capture takes of the bus to the device, or of memory, until the optimizer's step waits for
     it; absent: no limit."""
@@ -209,9 +207,8 @@ class DrainSection(Section):
     on_signal: Annotated[tuple[fields.Signal, ...], Field(min_length=1)] = Field(
         default=("SIGTERM",), examples=[["SIGTERM"]]
     )
-    """The signals that announce the end, by name: any that a program can continue after. On one of them, whatever the
-    training thread is doing, all that can become durable before the deadline does, the most valuable first. Then the
-    signal has the effect that it had before."""
+    """The signals that announce the end, by name. On one of them all that can become durable before the deadline does.
+    Then the signal has the effect that it had before."""
     deadline_s: fields.Wait = Field(default="25s", validate_default=True, examples=["110s"])
     """How long the drain may take: a little less than the notice before the process is killed."""
 
@@ -291,15 +288,14 @@ class FlushSection(Section):
         BeforeValidator(lambda value: plugins.read_order(PolicyKind.FLUSH, value)),
         _ORDER_SCHEMA,
     ] = Field(default=None, examples=["newest_first"])
-    """Which waiting checkpoint is copied first. `in_order` (the default): the oldest. `newest_first`: the newest, and
-    older ones after it. Or a registered order. In any order but `in_order`, those that the tier's retention would
-    delete at once are given up. A copy that was begun is finished first."""
+    """Which waiting checkpoint is copied first: the oldest (`in_order`, the default), the newest (`newest_first`), or
+    that of a registered order. In any order but `in_order`, those that the tier's retention would delete at once are
+    given up."""
     within_s: fields.Wait | None = Field(default=None, examples=["10m"])
-    """How far behind the tier may be: the greatest age of the oldest checkpoint that is newer than all that it has. If
-    it is further behind, that is logged once, and counted. Checkpoints that it is owed are not superseded."""
+    """How far behind the tier may be: the age of the oldest checkpoint that is newer than all that it has. If it is
+    further behind, that is reported."""
     yields: fields.Flag = Field(default=True, alias="yield", examples=[False])
-    """Whether the tier is written slower if flushing slows training steps: down to the rate that keeps up with the
-    saves and with `within`, and never below a tenth of its rate."""
+    """Whether the tier is written slower while flushing slows training steps."""
 
     def rule(self) -> Rule | None:
         """Return the order as a rule of kind ``flush``; None for the default, also where it is named."""
@@ -367,8 +363,8 @@ class EvictSection(Section):
         BeforeValidator(lambda value: plugins.read_order(PolicyKind.EVICT, value)),
         _ORDER_SCHEMA,
     ] = Field(default=None, examples=["oldest"])
-    """What is deleted first. `cheapest` (the default): what another tier stores as safely and restores fastest; then
-    the oldest. `oldest`: the oldest. Or a registered order."""
+    """What is deleted first: what another tier stores as safely and restores fastest (`cheapest`, the default), the
+    `oldest`, or what a registered order names."""
 
     @model_validator(mode="after")
     def _check_watermarks(self) -> Self:
@@ -422,7 +418,7 @@ class OnClose(StrEnum):
 
 class _Tier(Section):
     name: fields.Name = Field(examples=["nvme"])
-    """The name of the tier in commands, reports and messages."""
+    """The tier's name."""
 
 
 class DeviceTierConfig(_Tier):
@@ -444,8 +440,7 @@ class HostTierConfig(_Tier):
     is room; the ranks of a node together at most three quarters of the free memory, with a `peer` tier half of it."""
     when_full: WhenFull = Field(default=WhenFull.WAIT, examples=["supersede"])
     """What a save does if there is no room. `wait`: it waits, up to `max_wait`, and is skipped then. `skip`: it is
-    skipped at once. `supersede`: it replaces the oldest snapshot that no stored tier has, or is copying, if that one is
-    not needed; else it waits."""
+    skipped at once. `supersede`: it takes the room of the oldest image that no stored tier has or is copying."""
     folder: fields.Folder | None = Field(default=None, examples=["/dev/shm/checkpoints"])
     """The folder of the memory's files. Absent: a folder of the user's own in `/dev/shm`, or in the temporary folder if
     there is no `/dev/shm`."""
@@ -458,7 +453,7 @@ class StoredTierConfig(_Tier):
     """A tier that stores checkpoints in files or objects."""
 
     read_only: fields.Flag = Field(default=False, examples=[True])
-    """Whether the tier is only restored from: nothing is flushed to it, and nothing there is changed or deleted."""
+    """Whether the tier is only restored from."""
     shared: fields.Flag | None = Field(default=None, examples=[True])
     """Whether all nodes see the same files. A tier that is not shared does not survive the loss of a node. Absent: an
     object store is shared, and for a folder `open` finds out if there are several nodes."""
@@ -476,12 +471,10 @@ class StoredTierConfig(_Tier):
     """The most that one rank writes there per second: a rate, or a share of how fast the tier was measured to be;
     absent: no limit."""
     read_bandwidth: fields.Rate | None = Field(default=None, examples=["2GB/s"])
-    """The most that one rank reads from there per second, by restores, `load`, `verify`, `export`, and flushes to other
-    tiers; absent: no limit."""
+    """The most that one rank reads from there per second; absent: no limit."""
     when_full: WhenFull | None = Field(default=None, examples=["supersede"])
-    """What happens to checkpoints that this tier is owed, if it is behind and the tiers above are full of them. `wait`:
-    saves wait. `skip`: the newest that is not being copied is given up. `supersede`: the oldest is. None is given up
-    that is needed. Absent: `supersede` if the host tier has it, else `wait`."""
+    """What happens to checkpoints that wait for this tier while memory is full of them. `wait`: saves wait. `skip`: the
+    newest is given up. `supersede`: the oldest is. Absent: `supersede` if the host tier has it, else `wait`."""
     max_wait_s: fields.Wait | None = Field(default=None, examples=["10s"])
     """The most that a save waits for this tier, and how long it may fail before that is reported; absent: the run's
     `max_wait`."""
@@ -523,8 +516,7 @@ class FileTierConfig(StoredTierConfig):
     kind: Literal[TierKind.FILE] = Field(examples=["file"])
     """A folder."""
     path: fields.Folder = Field(examples=["./checkpoints"])
-    """The folder. `~` is the home folder. A relative path starts at the folder of the YAML file, in a dict at the
-    working directory."""
+    """The folder."""
 
     @property
     def folder(self) -> Path:
@@ -559,10 +551,10 @@ class PeerTierConfig(FileTierConfig):
     """The folder of the images that this node keeps for others; each run has its own there. Absent: one in the folder
     that is the host tier's default."""
     copies: fields.Count = Field(default=1, examples=[2])
-    """How many other nodes keep each image. There must be more nodes than that."""
+    """How many other nodes keep each image."""
     spread: fields.Name = Field(default=NODE_SPREAD, examples=["rack"])
-    """What no two copies of an image share, its own node's included. `node`: the node. Another word, such as `rack`,
-    names failure domains: of each node by the variable `TIERFALL_DOMAIN`, or by `domains`, or by Slurm."""
+    """What no two copies of an image share, its own node's included: the `node`, or a kind of failure domain, such as
+    `rack`."""
     domains: fields.Folder | None = Field(default=None, examples=["./racks.txt"])
     """A file with the failure domain of each node, in lines `HOSTNAME DOMAIN`."""
     interface: fields.Interface | None = Field(default=None, examples=["ib0"])
@@ -774,8 +766,7 @@ class Config(Section):
     plugins: tuple[Annotated[str, BeforeValidator(_module)], ...] = Field(
         default=(), examples=[["my_plugin"]]
     )
-    """Modules that register policies and backends, each imported before the other keys are read: a name that can be
-    imported, or a file, whose path starts at the folder of this file; the `.py` may be left out."""
+    """Modules that register policies and backends, imported before the other keys are read."""
     interval: Annotated[
         IntervalSection,
         BeforeValidator(
@@ -824,8 +815,7 @@ class Config(Section):
             ]
         ]
     )
-    """The chain, fastest first; or a path or an address alone, which means host memory and that folder or object
-    store."""
+    """The chain, fastest first; or a path or an address alone."""
 
     @model_validator(mode="after")
     def _chain_is_valid(self) -> Self:
