@@ -403,7 +403,7 @@ def library_error(error: Exception, what: str) -> BackendError:
     if isinstance(error, OSError):
         if error.errno in _NO_SPACE:
             return StorageFullError(f"{what}: no space is left; free some")
-        return silence_error(_describe(error), what)
+        return silence_error(describe_silence(error), what)
     return BackendError(f"{what}: {type(error).__name__} in the store's library")
 
 
@@ -422,7 +422,7 @@ def _request_error(error: BaseException | None, what: str) -> BackendError | Non
         return found
     names = {each.__name__ for each in type(error).__mro__}
     if names & _SILENT or isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):
-        return silence_error(_describe(error), what)
+        return silence_error(describe_silence(error), what)
     if no_login := names & _NO_LOGIN.keys():
         return AccessDeniedError(f"{what}: {_NO_LOGIN[no_login.pop()]}")
     if type(error) is OSError and str(error).startswith(_FORBIDDEN):
@@ -447,7 +447,7 @@ def answer_in(error: BaseException | None) -> tuple[int, str] | None:
     return None
 
 
-def _describe(error: BaseException) -> str:
+def describe_silence(error: BaseException, server: str = "") -> str:
     """Describe why a server gave no answer, without anything that was sent, and what to look at."""
     cause = _cause(error)
     reason, hint = type(cause).__name__, ""
@@ -465,7 +465,7 @@ def _describe(error: BaseException) -> str:
         hint = " (no server accepts connections there: is endpoint_url right?)"
     # botocore's exceptions have the address.
     url = urlsplit(str(getattr(error, "kwargs", {}).get("endpoint_url") or ""))
-    server = f"{url.hostname}:{url.port}" if url.port else url.hostname
+    server = server or (f"{url.hostname}:{url.port}" if url.port else str(url.hostname or ""))
     return f"{reason} at {server}{hint}" if server else f"{reason}{hint}"
 
 

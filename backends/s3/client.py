@@ -1,7 +1,7 @@
-"""A client of S3 stores: botocore builds, signs and sends each request, and parses the answer.
+"""A client of S3 stores: botocore builds and signs each request and parses the answer, ``Connections`` sends it.
 
 Each method makes one request, or one for each page of a listing, and never retries. botocore makes a second request
-only where a bucket is in another region. A body is sent from the caller's memory without a copy.
+only where a bucket is in another region.
 
 ``open_client`` opens ``s3://bucket/prefix`` by s3fs's option names. They are key, secret, token, anon, profile,
 endpoint_url, use_ssl, requester_pays, s3_additional_kwargs (further parameters of requests), client_kwargs (the
@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import os
 import re
-import socket
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from botocore import UNSIGNED, exceptions  # type: ignore[import-untyped]
 from botocore.config import Config  # type: ignore[import-untyped]
@@ -45,12 +45,14 @@ from tierfall.backends.object.client import (
     UploadGoneError,
     answer_error,
     creating,
+    describe_silence,
     hide_requests,
     library_error,
     silence_error,
     translating,
     unknown_argument,
 )
+from tierfall.backends.s3.connections import Connections, NoAnswerError, ViewReader, tls_context
 from tierfall.backends.toolkit.keys import check_key
 from tierfall.core.types.backend import Publish, StoredObject
 from tierfall.core.types.errors import BackendError, ConfigError, KeyNotFoundError, TierfallError
@@ -68,44 +70,13 @@ _START = rb"\s*(<\?.*?\?>\s*)?<([\w.-]+:)?"
 _AFTER_OBJECTS = {"ContinuationToken": "NextContinuationToken"}
 _AFTER_PARTS = {"PartNumberMarker": "NextPartNumberMarker"}
 _AFTER_UPLOADS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-# Without this limit the kernel buffers megabytes of a body, and a slow store seems silent while they drain.
-_UNSENT_BYTES = 256 * 1024
-_READ_BYTES = 256 * 1024
-
-
-class ViewReader(io.RawIOBase):
-    """A caller's memory as a file for botocore. ``read`` returns views of it, which a connection sends as they are."""
-
-    def __init__(self, view: memoryview) -> None:
-        super().__init__()
-        self._view = view
-        self._offset = 0
-
-    def __len__(self) -> int:
-        return self._view.nbytes
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._view.nbytes}
-        self._offset = starts[whence] + offset
-        return self._offset
-
-    def tell(self) -> int:
-        return self._offset
-
-    def read(self, size: int = -1) -> Any:
-        start = self._offset
-        self._offset = self._view.nbytes if size < 0 else min(start + size, self._view.nbytes)
-        return self._view[start : self._offset]
 
 
 class S3Client(ObjectClient):
     """See ``ObjectClient``.
 
-    ``service`` is a botocore client, ``parts`` one that does not sign bodies. ``extra`` are parameters that are added
-    to every request that has them.
+    ``service`` is a botocore client, ``parts`` one that does not sign bodies. With ``connections`` None, botocore's own
+    are used. ``extra`` are parameters that are added to every request that has them.
     """
 
     durable = True
@@ -117,6 +88,7 @@ class S3Client(ObjectClient):
         self,
         service: Any,
         parts: Any,
+        connections: Connections | None,
         *,
         place: str,
         prefix: str,
@@ -127,14 +99,17 @@ class S3Client(ObjectClient):
         self.prefix = prefix
         self._service = service
         self._parts = parts
+        self._connections = connections
         self._bucket = bucket
         self._extra = dict(extra)
         for each in (service, parts):
             each.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
-            each.meta.events.register("before-send.s3", _send_at_once)
             each.meta.events.register("before-parse.s3", _check_answer)
-            limit = (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-            each._endpoint.http_session._socket_options.append(limit)
+            if connections is not None:
+                each.meta.events.register("before-send.s3", connections.send)
+        if connections is not None:
+            # If this object is garbage-collected without close().
+            weakref.finalize(self, connections.close)
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
         condition = {"IfNoneMatch": "*"} if publish is Publish.IF_ABSENT else {}
@@ -157,7 +132,7 @@ class S3Client(ObjectClient):
         body, filled = answer["Body"], 0
         try:
             with translated(what):
-                while count := body.readinto(view[filled : filled + _READ_BYTES]):
+                while filled < view.nbytes and (count := body.readinto(view[filled:])):
                     filled += count
                 is_more = bool(body.read(1))
         finally:
@@ -241,6 +216,8 @@ class S3Client(ObjectClient):
 
     def close(self) -> None:
         """Close the connections. Open writers may still abort, over new connections."""
+        if self._connections is not None:
+            self._connections.close()
         for each in (self._service, self._parts):
             each.close()
 
@@ -280,18 +257,9 @@ def _add_md5(params: dict[str, Any], **_: Any) -> None:
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
-def _send_at_once(request: Any, **_: Any) -> None:
-    """Send the body without waiting for "100 Continue": the answer of a store that refuses it is read all the same."""
-    request.headers.pop("Expect", None)
-
-
 def _check_answer(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
-    """Raise for three kinds of answers before botocore parses them."""
+    """Raise for two kinds of answers before botocore parses them."""
     status, headers = response_dict["status_code"], response_dict["headers"]
-    length, body = headers.get("Content-Length"), response_dict["body"]
-    is_read = isinstance(body, bytes) and operation_model.http.get("method") != "HEAD"
-    if is_read and length is not None and len(body) < int(length):
-        raise exceptions.IncompleteReadError(actual_bytes=len(body), expected_bytes=length)
     if status in (301, 302, 307) and "x-amz-bucket-region" not in headers:
         # botocore would ask for the bucket's region, get the same answer, and ask again without end.
         answer = {"ResponseMetadata": {"HTTPStatusCode": 301, "HTTPHeaders": {}}}
@@ -311,6 +279,12 @@ def translated(what: str) -> AbstractContextManager[None]:
 
 def store_error(error: Exception, what: str) -> BackendError:
     """Classify an exception of botocore."""
+    if isinstance(error, NoAnswerError):
+        return silence_error(str(error), what)
+    if isinstance(
+        error, OSError
+    ):  # of a file of credentials on this machine, say: nothing is absent or full there
+        return silence_error(describe_silence(error), what)
     if isinstance(error, ResponseParserError | ValueError):
         return BackendError(f"{what}: the store's answer is none of S3's; is this an S3 server?")
     if isinstance(error, RuntimeError):  # credentials expired just after they were renewed
@@ -322,7 +296,7 @@ def store_error(error: Exception, what: str) -> BackendError:
 _DEFAULTS = {
     "connect_timeout": 5.0,
     "read_timeout": 120.0,
-    "max_pool_connections": 64,
+    "max_pool_connections": 16,
     "retries": {"total_max_attempts": 1},
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
@@ -395,8 +369,16 @@ def open_client(url: str, options: Mapping[str, Any] | None = None) -> S3Client:
             # Parts are unsigned: hashing one for its signature takes too long.
             for each in (config, _with_s3(config, {"payload_signing_enabled": False}))
         )
-        _checked_endpoint(service.meta.endpoint_url, what)
-    return S3Client(service, parts, place=place, prefix=prefix, bucket=bucket, extra=extra)
+        endpoint = _checked_endpoint(service.meta.endpoint_url, what)
+        verify = words.get("verify")
+        connections = _connections(
+            service.meta.config,
+            endpoint,
+            session.get_config_variable("ca_bundle") if verify is None else verify,
+        )
+    return S3Client(
+        service, parts, connections, place=place, prefix=prefix, bucket=bucket, extra=extra
+    )
 
 
 def _config(options: dict[str, Any], what: str) -> Config:
@@ -453,8 +435,6 @@ def _client_words(options: dict[str, Any], what: str) -> dict[str, Any]:
     for name, variable, of_botocore in _VARIABLES:
         if not words.get(name) and os.environ.get(variable) and not of_botocore & os.environ.keys():
             words[name] = os.environ[variable]
-    if isinstance(words.get("verify"), str):
-        os.stat(words["verify"])  # botocore looks for it at the first request only
     if words.get("endpoint_url"):
         words["endpoint_url"] = _checked_endpoint(words["endpoint_url"], what)
     unknown = sorted(options.keys() - _WITHOUT_EFFECT)
@@ -483,6 +463,21 @@ def _checked_endpoint(endpoint: Any, what: str) -> str:
     if parts.username is not None or parts.password is not None:
         raise ConfigError(f"{what}: no credentials in endpoint_url; use key and secret")
     return str(endpoint).rstrip("/")
+
+
+def _connections(config: Config, endpoint: str, verify: bool | str | None) -> Connections | None:
+    """Return our own connections; None where botocore's are needed: for a proxy, or with a client certificate."""
+    parts = urlsplit(endpoint)
+    proxies = getproxies() if config.proxies is None else config.proxies
+    is_proxied = parts.scheme in proxies and not proxy_bypass(parts.hostname or "")
+    if is_proxied or config.client_cert:
+        return None
+    verify = os.environ.get("REQUESTS_CA_BUNDLE", True) if verify is None else verify
+    return Connections(
+        connect_s=float(config.connect_timeout),
+        read_s=float(config.read_timeout),
+        tls=tls_context(verify) if parts.scheme == "https" else None,
+    )
 
 
 def _is_set(variable: str) -> bool:

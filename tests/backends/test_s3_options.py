@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from backend_places import put
 from s3_stub import KEY, PART_BYTES, SECRET, Stub, opened, refused
 
 from tierfall.backends.s3.client import open_client
-from tierfall.core.types.errors import AccessDeniedError, ConfigError
+from tierfall.core.types.errors import AccessDeniedError, ConfigError, UnreachableError
 
 KEYS = {"key": KEY, "secret": SECRET}
 
@@ -21,6 +22,24 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+
+
+@pytest.mark.parametrize("call", ["head", "delete", "read", "list"])
+def test_a_missing_file_of_credentials_is_no_missing_object(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str
+) -> None:
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/x")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    client = open_client("s3://bucket/run", {"endpoint_url": "http://127.0.0.1:9"})
+    calls = {
+        "head": lambda: client.head("run/key", "head"),
+        "delete": lambda: client.delete("run/key", "delete"),
+        "read": lambda: client.read_into("run/key", 0, memoryview(bytearray(8)), "read"),
+        "list": lambda: list(client.list("run/", "list")),
+    }
+    with pytest.raises(UnreachableError, match="No such file"):
+        calls[call]()
 
 
 @pytest.mark.parametrize(
