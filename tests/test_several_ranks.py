@@ -12,7 +12,14 @@ import torch
 
 import tierfall
 from tests.core.ranks.threads import network, on_all
-from tests.open_ranks import SOON_S, Opener, close_all, restore_all, stop_before_any_flush
+from tests.open_ranks import (
+    SOON_S,
+    Opener,
+    close_all,
+    kill_all,
+    restore_all,
+    stop_before_any_flush,
+)
 from tests.steps import wait_until
 from tests.stuck_tier import StuckTier
 from tierfall.backends.posix.backend import PosixBackend
@@ -169,6 +176,45 @@ def test_what_keeps_one_rank_from_opening_is_raised_by_all_soon(
     monkeypatch.undo()
     left = {t for t in threading.enumerate() if "run" in t.name} - before
     assert not left, "no thread of a start that failed"
+
+
+def test_a_rank_that_leaves_after_its_upload_holds_up_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not the first rank of its node, which writes the commit record."""
+    nodes, gate = ("a", "a", "b", "b"), threading.Event()
+
+    def config(node: str) -> Config:
+        place = tmp_path / node
+        tiers = [
+            {"name": "host", "kind": "host", "folder": str(place / "memory")},
+            {"name": "nvme", "kind": "file", "path": str(place / "nvme"), "shared": False},
+        ]
+        return Config.model_validate({"run": "run", "max_wait": "10s", "tiers": tiers})
+
+    real = PosixBackend.create
+
+    def create(self: PosixBackend, key: str, **words: Any) -> Any:
+        if "rank-00003-of" in key and key.endswith(".safetensors"):
+            assert gate.wait(SOON_S)
+        return real(self, key, **words)
+
+    monkeypatch.setattr(PosixBackend, "create", create)
+    with network(nodes) as ranks:
+        calls = [
+            lambda r=r, n=n: Checkpointer(config(n), ranks=r)  # type: ignore[misc]
+            for r, n in zip(ranks, nodes, strict=True)
+        ]
+        opened = on_all(calls)
+        handles = [one.save(1, {"w": torch.full((4,), float(r))}) for r, one in enumerate(opened)]
+        for handle in handles:
+            handle.captured(SOON_S)
+        uploaded = tmp_path / "a/nvme/run/step-00000001-a0001/rank-00001-of-00004.safetensors"
+        wait_until(uploaded.exists, what="it is uploaded")
+        kill_all(opened[1:2])
+        gate.set()
+        handles[0].wait("nvme", timeout=SOON_S)
+        kill_all([opened[0], *opened[2:]])
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -257,6 +257,9 @@ class TierCommits(Component):
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
         body = UploadedFiles(files=tuple(files), found=found)
         self._messages.contribute(body, entry.id, tier)
+        if not (self._ledger.owns(tier) or self._group.is_shared(tier)):
+            # It writes no commit record, and may leave before the others do.
+            self._contribute_committed(tier, entry.id, 0)
 
     def _on_node_uploaded(
         self, tier: str, id: CheckpointId, uploads: Mapping[int, UploadedFiles]
@@ -291,7 +294,6 @@ class TierCommits(Component):
         """Write the commit record of this node's images, or of this rank's, after all ranks have uploaded theirs."""
         entry = self._ledger.entries.get(id)
         if not self._ledger.owns(tier):  # this rank writes none
-            self._contribute_committed(tier, id, 0)
             return
         if tier in self._ledger.peer_tiers:
             files = self._uploaded.get((tier, id))

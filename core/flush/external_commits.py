@@ -8,7 +8,7 @@ and retained like any other checkpoint. Belongs to the coordinator's thread; wor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from tierfall.core.flush.emitter import Component, Context
@@ -61,11 +61,16 @@ class ExternalCommits(Component):
         than 0 the last search ends when rank 0 has announced the result of each checkpoint, any other one at once.
         """
         self._searches.append((done, last))
-        for id in self._expected.keys() - self._reading if self._reads_records else ():
+        if self._reads_records:
+            self._read_records(self._expected)
+        self._end_if_idle()
+
+    def _read_records(self, ids: Iterable[CheckpointId]) -> None:
+        """Read the records of expected checkpoints, those of earlier ones again once a later one is found."""
+        for id in [id for id in ids if id not in self._reading]:
             self._reading.add(id)
             then = partial(self._on_read, id, self._newest)
             self._dispatch(StoreCall(tier=self._expected[id], call=partial(_read, id), then=then))
-        self._end_if_idle()
 
     def _on_read(self, id: CheckpointId, newest: CheckpointId | None, outcome: Outcome) -> None:
         """Apply the outcome of reading a record. ``newest`` had been found before: if that is a later checkpoint, and
@@ -80,10 +85,13 @@ class ExternalCommits(Component):
             self._newest = id if self._newest is None else max(self._newest, id)
             commit = outcome.value.encode().decode()
             self._messages.announce(ExternalCommit(tier=tier, commit=commit))
+            self._read_records(each for each in self._expected if each < id)
         elif isinstance(outcome.error, KeyNotFoundError):
             if newest is not None and id < newest:
                 self._expected.pop(id, None)
                 self._ledger.unfinished[tier, id] = 0
+            elif self._newest is not None and id < self._newest:  # found since the read began
+                self._read_records([id])
         else:
             self._conditions.report(
                 id, logging.WARNING, "%s: not known yet whether %s was written there: %s",

@@ -318,6 +318,8 @@ class Flusher(Component):
         self._conditions.end(
             (tier, CapacityError), "tier %s has room for a step again: %s", tier, id
         )
+        if not lane.disk_full and self._full.pop(tier, None) is None:
+            self._conditions.end((tier, StorageFullError), "tier %s has room for %s", tier, id)
         self._emitter.committed(lane.tier, id, stored_bytes)
         self.durable[id, lane.tier] = None
         if len(self.durable) > DURABLE_REMEMBERED:

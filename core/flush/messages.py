@@ -81,9 +81,9 @@ class Messages:
             about = tier, CheckpointId(int(step), int(attempt))
         match news:
             case MessagesGathered():
-                found = {rank: _read(to.read, body, rank) for rank, body in news.bodies.items()}
                 if receiver := to.passed if news.passed else to.gathered:
-                    receiver(*about, found)
+                    bodies = news.bodies.items()
+                    receiver(*about, {rank: _read(to.read, body, rank) for rank, body in bodies})
             case RankReported():
                 assert to.reported is not None
                 to.reported(*about, _read(to.read, news.body, news.rank), news.rank)

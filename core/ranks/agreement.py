@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tierfall.core.ranks.message_tree import (
     Bodies,
@@ -78,6 +78,8 @@ class Agreement:
         self._gathered: dict[Topic, Bodies] = {}
         self._answers: dict[Topic, _Answer] = {}
         self.lost: BaseException | None = None
+        self.failure: TierfallError | None = None
+        """What the last call that failed has raised on this rank."""
         self.gone_s: Callable[[], float | None] = lambda: None
         """Returns since when, on the monotonic clock, a rank is known to be gone; None if none is."""
 
@@ -106,13 +108,17 @@ class Agreement:
         error of its kind (RanksError if it is none of tierfall's).
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        if self._message_tree.topology.is_root:
-            part = _RankCall(name=what, error=error).to_json()
-            with self._next_call(what, part, leave) as (topic, event):
-                return self._decide(topic, what, message, decide, event, timeout_s)
-        part = _RankCall(name=what, body=to_json(message), error=error).to_json()
-        decision = self._ask(what, part, timeout_s, leave, withdraws=not is_last)
-        return from_json(answer, decision, rank=0)
+        try:
+            if self._message_tree.topology.is_root:
+                part = _RankCall(name=what, error=error).to_json()
+                with self._next_call(what, part, leave) as (topic, event):
+                    return self._decide(topic, what, message, decide, event, timeout_s)
+            part = _RankCall(name=what, body=to_json(message), error=error).to_json()
+            decision = self._ask(what, part, timeout_s, leave, withdraws=not is_last)
+            return from_json(answer, decision, rank=0)
+        except TierfallError as failure:
+            self.failure = failure
+            raise
 
     @contextmanager
     def _next_call(
@@ -176,9 +182,24 @@ class Agreement:
             if found.name == what:
                 return found.decision
 
-    def meet(self, what: str, *, timeout_s: float | None = None, **words: Any) -> None:
-        """Wait until every rank has made this call; raises as ``agree`` does, which takes the ``words``."""
-        self.agree(what, None, lambda bodies: None, object, timeout_s=timeout_s, **words)
+    def meet(
+        self,
+        what: str,
+        *,
+        timeout_s: float | None = None,
+        is_last: bool = False,
+        error: str = "",
+    ) -> None:
+        """Wait until every rank has made this call; raises as ``agree`` does."""
+        self.agree(
+            what,
+            None,
+            lambda bodies: None,
+            object,
+            timeout_s=timeout_s,
+            is_last=is_last,
+            error=error,
+        )
 
     @property
     def _rank(self) -> int:

@@ -79,12 +79,17 @@ class Ranks:
 
     @contextmanager
     def reporting_error(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Report an error in this block to the other ranks, in their next call, which is ``what``: it fails by it."""
+        """Report an error in this block to the other ranks, in their next call, which is ``what``: it fails by it. What
+        a call of all ranks has raised, they know."""
         try:
             yield
         except BaseException as error:
-            with suppress(TierfallError):  # it has the same reason: this rank raises its own error
-                self.meet(what, timeout_s=timeout_s, is_last=True, error=str(error) or repr(error))
+            text = str(error) or repr(error)
+            if error is not self._agreement.failure:
+                with suppress(
+                    TierfallError
+                ):  # it has the same reason: this rank raises its own error
+                    self.meet(what, timeout_s=timeout_s, is_last=True, error=text)
             raise
 
     def watch(self, gone_s: Callable[[], float | None]) -> None:

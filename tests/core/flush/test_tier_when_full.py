@@ -157,3 +157,31 @@ def test_a_copy_that_no_room_can_be_made_for_on_another_node_is_given_up_by_all(
     for handle in handles:
         with pytest.raises(FlushError, match=r"rank 1: .*nothing more may be deleted there"):
             handle.wait(NODE_TIER, timeout=0)
+
+
+def test_a_disk_that_is_full_again_after_it_had_room_is_told_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Many((0,), [file_rules(NODE_TIER)])
+    trouble = run.ranks[0].troubles[NODE_TIER]
+    full = Fault(
+        kind=FaultKind.FAIL_BEFORE,
+        operation=Operation.CREATE,
+        keys="run/step-*",
+        times=None,
+        error=StorageFullError,
+    )
+
+    def ran(rank: Rank, task: Task) -> None:
+        if isinstance(task, DeleteCopy):
+            trouble.stop()
+
+    run.ran = ran
+    for step in range(1, 13):
+        if step in (4, 10):
+            trouble.strike([full])
+        run.ranks[0].save(step)
+        run.settle()
+    told = [text for text in caplog.messages if text.startswith(f"tier {NODE_TIER} is full")]
+    assert len(told) == 2
+    assert f"tier {NODE_TIER} has room for" in caplog.text
