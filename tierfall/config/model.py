@@ -207,8 +207,8 @@ class DrainSection(Section):
     on_signal: Annotated[tuple[fields.Signal, ...], Field(min_length=1)] = Field(
         default=("SIGTERM",), examples=[["SIGTERM"]]
     )
-    """The signals that announce the end, by name. On one of them all that can become durable before the deadline does.
-    Then the signal has the effect that it had before."""
+    """The signals that announce the end, by name. On one of them all that can become durable before the deadline
+    does."""
     deadline_s: fields.Wait = Field(default="25s", validate_default=True, examples=["110s"])
     """How long the drain may take: a little less than the notice before the process is killed."""
 
@@ -246,8 +246,8 @@ class EventsSection(Section):
     max_bytes: Annotated[fields.Size, AfterValidator(_check_max_bytes)] = Field(
         default="64MiB", validate_default=True, examples=["1GiB"]
     )
-    """The most that it takes on disk, 64KiB or more. At half of that the file is renamed to the same name with `.1`
-    appended, which replaces the one before."""
+    """The most that it takes on disk, 64KiB or more. A file that reaches half of that is renamed: `.1` is appended to
+    its name, and an older file of that name is replaced."""
 
     def file_of(self, *, run: str, rank: int) -> Path | None:
         """Return the file that a rank writes; None if it writes none."""
@@ -289,8 +289,7 @@ class FlushSection(Section):
         _ORDER_SCHEMA,
     ] = Field(default=None, examples=["newest_first"])
     """Which waiting checkpoint is copied first: the oldest (`in_order`, the default), the newest (`newest_first`), or
-    that of a registered order. In any order but `in_order`, those that the tier's retention would delete at once are
-    given up."""
+    that of a registered order."""
     within_s: fields.Wait | None = Field(default=None, examples=["10m"])
     """How far behind the tier may be: the age of the oldest checkpoint that is newer than all that it has. If it is
     further behind, that is reported."""
@@ -474,7 +473,8 @@ class StoredTierConfig(_Tier):
     """The most that one rank reads from there per second; absent: no limit."""
     when_full: WhenFull | None = Field(default=None, examples=["supersede"])
     """What happens to checkpoints that wait for this tier while memory is full of them. `wait`: saves wait. `skip`: the
-    newest is given up. `supersede`: the oldest is. Absent: `supersede` if the host tier has it, else `wait`."""
+    newest is not copied there. `supersede`: the oldest is not. Absent: `supersede` if the host tier has it, else
+    `wait`."""
     max_wait_s: fields.Wait | None = Field(default=None, examples=["10s"])
     """The most that a save waits for this tier, and how long it may fail before that is reported; absent: the run's
     `max_wait`."""
