@@ -126,13 +126,25 @@ class ImagePool:
         return [file for file in self._files if not file.is_free or file.room_bytes >= need]
 
     def _delete_small(self, need: int) -> None:
-        """Delete free files that have less room."""
+        """Delete free files that have less room. Raises CapacityError, and deletes none, if memory is missing even
+        so."""
+        with self._guard:
+            rest = self._rest(need)
+            small_bytes = _rooms([file for file in self._files if file not in rest])
+        if small_bytes:
+            self._check_free(need, small_bytes)
         with self._guard:
             rest = self._rest(need)
             small = [file for file in self._files if file not in rest]
             self._files = [*rest]
         for file in small:
             file.close(keep=False)
+
+    def _check_free(self, need: int, small_bytes: int) -> None:
+        """Raise CapacityError if less memory is free for a file than it needs, with what ``small_bytes`` will free."""
+        free_bytes = measure_room(prepare_folder(self.folder)).free_bytes + small_bytes
+        if need > free_bytes:
+            raise CapacityError(f"it needs {sized(need)}, and {sized(free_bytes)} are free for it")
 
     def _make_file(self, room_bytes: int) -> None:
         """Make a file. The caller has ``_making``. Raises CapacityError if memory is missing."""

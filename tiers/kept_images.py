@@ -39,7 +39,6 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.tiers.host import ImagePool, image_files
-from tierfall.tiers.host_folder import measure_room, prepare_folder, sized
 from tierfall.tiers.image_file import PAGE_BYTES, ImageFile, Region, Seal, room_for
 
 logger = logging.getLogger("tierfall")
@@ -371,16 +370,12 @@ class KeptImages(ImagePool):
         need = room_for(image_bytes=image_bytes, records_bytes=records_bytes)
         with self._making:
             while (region := self._take(image_bytes, need, shard)) is None:
-                self._delete_small(need)
-                free_bytes = measure_room(prepare_folder(self.folder)).free_bytes
-                if need > free_bytes:
-                    raise StorageFullError(
-                        f"it needs {sized(need)}, and {sized(free_bytes)} are free for it on {node_name()}: {HELPS}"
-                    )
                 try:
+                    self._delete_small(need)
+                    self._check_free(need, 0)
                     self._make_file(need)
-                except CapacityError as error:  # others took it meanwhile
-                    raise StorageFullError(str(error)) from error
+                except CapacityError as error:
+                    raise StorageFullError(f"{error} on {node_name()}: {HELPS}") from error
             return region
 
     @contextmanager

@@ -210,9 +210,9 @@ def short(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None
     """``short(free)``: now so many bytes are free for files, and what is deleted from here on."""
 
     def set_free(free_bytes: int) -> None:
-        monkeypatch.setattr(image_file, "measure_room", lambda _: room(free_bytes))
         known = free_bytes + held_bytes(folder)
-        monkeypatch.setattr(image_file, "measure_room", lambda _: room(known - held_bytes(folder)))
+        for module in (image_file, host_module):
+            monkeypatch.setattr(module, "measure_room", lambda _: room(known - held_bytes(folder)))
 
     return set_free
 
@@ -248,6 +248,19 @@ def test_an_image_that_grows_if_memory_is_short_waits_for_the_one_before_it(
     assert room_in(host, IMAGE_BYTES + PAGE) is None, "no error: the first may be released"
     first.release()
     assert room_in(host, IMAGE_BYTES + PAGE) is not None
+    host.close(keep=False)
+
+
+def test_a_free_file_stays_if_memory_lacks_what_a_larger_image_needs(
+    folder: Path, short: Callable[[int], None]
+) -> None:
+    host = host_in(folder, capacity_bytes=8 * ONE)
+    save(host, 1).release()
+    short(PAGE)
+    with pytest.raises(CapacityError, match="are free for it"):
+        room_in(host, 4 * IMAGE_BYTES)
+    assert len(files(folder)) == 1
+    assert room_in(host) is not None
     host.close(keep=False)
 
 

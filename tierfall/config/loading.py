@@ -337,6 +337,8 @@ def _problem(details: ErrorDetails, read: _Source) -> Problem:
         message = f"the value of {original} does not fit; {_expected_by_field(location, details)}"
     elif kind == "value_error":
         message = str(details["ctx"]["error"])
+    elif "options" in location:  # it may be a secret
+        message = f"this value does not fit; {_expected(location, details, None)}"
     else:
         message = f"{show(value)} does not fit; {_expected(location, details, value)}"
     return Problem(place, message)

@@ -368,7 +368,9 @@ def resolve_path(path: Path) -> RunPath:
         return RunPath(root=path, run=runs[0])
     if _written_as(path) is not None and (elsewhere := advice_if_moved(path)):
         raise ConfigError(f"load: {path} is a step's folder under another name: {elsewhere}")
-    found = f"it holds the runs {', '.join(runs[:8])}: name one" if runs else "it holds no run"
+    found = "it holds no run"
+    if runs:
+        found = f"it holds the runs {', '.join(runs[:8])}: name one, such as {path / runs[0]}"
     raise ConfigError(f"load: {path} is no run of tierfall and no tier with one run: {found}")
 
 

@@ -517,8 +517,8 @@ class SavingLineage:
         if not self.begun:
             raise StepError(
                 f"save of step {step}: run {self._run!r} has checkpoints already (or a tier could not be asked), and "
-                "this start restored none. Call restore() first to continue, choose another run name, or open with "
-                "fresh=True to leave them behind"
+                "this start restored none. Call restore() first to continue (restore(only=...) fills a part, and "
+                "continues none), choose another run name, or open with fresh=True to leave them behind"
             )
 
     def next(self, step: int, *, above: int = 0) -> Lineage:
