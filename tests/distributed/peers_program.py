@@ -19,7 +19,7 @@ from tests.distributed import killing, program
 from tests.distributed.program import NODE, RANK, main, same
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.errors import FlushError
-from tierfall.tiers import kept_images
+from tierfall.tiers import host
 from tierfall.tiers.peer_requests import PeerClient
 
 
@@ -236,14 +236,16 @@ def wait_until(holds: Callable[[], object]) -> None:
 
 
 def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str, Any]:
-    """Save two steps, while the memory that is free on rank ``on`` is ``free`` bytes."""
+    """Save two steps, while ``free`` bytes are free for the images of other nodes on rank ``on``."""
     if on == RANK:
-        measure = kept_images.measure_room
+        measure = host.measure_room
 
         def little(place: Path) -> Any:
-            return replace(measure(place), file_system_free_bytes=free)
+            found = measure(place)
+            is_for_others = "/peers-" in str(place)
+            return replace(found, file_system_free_bytes=free) if is_for_others else found
 
-        kept_images.measure_room = little  # type: ignore[assignment]
+        host.measure_room = little  # type: ignore[assignment]
     stored = {"flush": {"every": 1}}
     with tierfall.open(config(folder, pfs=stored, **changes)) as ckpt:
         why = ""
