@@ -78,8 +78,6 @@ class Agreement:
         self._gathered: dict[Topic, Bodies] = {}
         self._answers: dict[Topic, _Answer] = {}
         self.lost: BaseException | None = None
-        self.failure: TierfallError | None = None
-        """What the last call that failed has raised on this rank."""
         self.gone_s: Callable[[], float | None] = lambda: None
         """Returns since when, on the monotonic clock, a rank is known to be gone; None if none is."""
 
@@ -117,7 +115,7 @@ class Agreement:
             decision = self._ask(what, part, timeout_s, leave, withdraws=not is_last)
             return from_json(answer, decision, rank=0)
         except TierfallError as failure:
-            self.failure = failure
+            failure.known_to_all = True
             raise
 
     @contextmanager

@@ -85,7 +85,7 @@ class Ranks:
             yield
         except BaseException as error:
             text = str(error) or repr(error)
-            if error is not self._agreement.failure:
+            if not getattr(error, "known_to_all", False):
                 with suppress(
                     TierfallError
                 ):  # it has the same reason: this rank raises its own error

@@ -44,6 +44,8 @@ class TierfallError(Exception):
 
     retryable: ClassVar[bool] = False
     is_damage: ClassVar[bool] = False
+    known_to_all = False
+    """Whether a call of all ranks has raised it, on each of them."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_secrets(a) if isinstance(a, str) else a for a in args))
