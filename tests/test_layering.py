@@ -65,7 +65,7 @@ LINES = {
     ("core/state", "core/tensors"): 3_611,
     ("core/image",): 2_314,
     ("core/runtime",): 2_141,
-    ("core/ranks",): 2_205,
+    ("core/ranks",): 2_215,
     ("core/capture", "core/sampling"): 3_888,
     ("core/restore", "core/load", "core/copies"): 7_014,
     ("core/compression",): 360,

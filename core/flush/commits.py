@@ -196,7 +196,6 @@ class TierCommits(Component):
         self._forget(entry, tier)
         record = self._pending.pop((tier, entry.id), None)
         self._messages.forget(UploadedFiles, entry.id, tier)
-        self._messages.forget(CommittedBytes, entry.id, tier)
         if uploaded is None:
             return
         entry.set_state(tier, CopyState.ABSENT)
@@ -257,9 +256,6 @@ class TierCommits(Component):
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
         body = UploadedFiles(files=tuple(files), found=found)
         self._messages.contribute(body, entry.id, tier)
-        if not (self._ledger.owns(tier) or self._group.is_shared(tier)):
-            # It writes no commit record, and may leave before the others do.
-            self._contribute_committed(tier, entry.id, 0)
 
     def _on_node_uploaded(
         self, tier: str, id: CheckpointId, uploads: Mapping[int, UploadedFiles]
@@ -293,14 +289,12 @@ class TierCommits(Component):
     def _on_commit(self, tier: str, id: CheckpointId, facts: CommitFacts) -> None:
         """Write the commit record of this node's images, or of this rank's, after all ranks have uploaded theirs."""
         entry = self._ledger.entries.get(id)
-        if not self._ledger.owns(tier):  # this rank writes none
-            return
         if tier in self._ledger.peer_tiers:
             files = self._uploaded.get((tier, id))
         else:
             files = self._of_node.pop((tier, id), None)
         if files is None or entry is None or entry.commit is None:
-            return
+            return  # this rank writes none
         if not files:  # no image is on this node
             self._contribute_committed(tier, entry.id, 0)
             return
@@ -381,7 +375,9 @@ class TierCommits(Component):
                 self._wake_at(record.not_before_s)
 
     def _contribute_committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
-        self._messages.contribute(CommittedBytes(bytes=stored_bytes), id, tier)
+        body = CommittedBytes(bytes=stored_bytes)
+        of_node = tier not in self._ledger.peer_tiers
+        self._messages.contribute(body, id, tier, leaders_only=of_node)
 
     def _on_all_committed(
         self, tier: str, id: CheckpointId, committed: Mapping[int, CommittedBytes]

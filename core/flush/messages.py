@@ -100,9 +100,11 @@ class Messages:
         tier: str = "",
         *,
         number: int = 0,
+        leaders_only: bool = False,
     ) -> None:
         """Contribute a message; its type alone: this rank has none."""
-        self._tree.contribute(_topic(body, id, tier, number), _to_json(body))
+        topic = _topic(body, id, tier, number)
+        self._tree.contribute(topic, _to_json(body), leaders_only=leaders_only)
 
     def report(self, body: Message, id: CheckpointId | None = None, tier: str = "") -> None:
         """Report to rank 0 what is about a checkpoint, or about the run."""
@@ -244,7 +246,7 @@ class CommitFacts(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedBytes(Message):
-    """Gathered: the stored bytes that a rank's commit record names; 0 if it writes none."""
+    """Gathered from those that write commit records: the stored bytes that one names."""
 
     bytes: int
 

@@ -46,6 +46,7 @@ class Backlog(Component):
         self.late: dict[str, int] = {}
         self._saves = 0
         self._trained_since_s: float | None = None
+        self._first_s: list[float] = []
         self._gaps_s: deque[float] = deque(maxlen=GAPS_REMEMBERED)
         self._bytes = 0
         self._warned: set[str] = set()
@@ -56,14 +57,16 @@ class Backlog(Component):
     def save_every_s(self) -> float | None:
         """Seconds of training between two saves; None while unknown. The larger of
         mean (pauses let a tier catch up) and median (a few saves in quick succession are not the usual interval)."""
-        return None if self._saves <= FIRST_SAVES else self.estimated_every_s
+        if not self._gaps_s:
+            return None
+        return max(statistics.fmean(self._gaps_s), statistics.median(self._gaps_s))
 
     @property
     def estimated_every_s(self) -> float | None:
         """``save_every_s`` or, while that is unknown, an estimate from the first saves; None before the second save."""
-        if not self._gaps_s:
-            return None
-        return max(statistics.fmean(self._gaps_s), statistics.median(self._gaps_s))
+        if self._gaps_s or not self._first_s:
+            return self.save_every_s
+        return statistics.fmean(self._first_s)
 
     @property
     def image_bytes(self) -> int:
@@ -85,9 +88,8 @@ class Backlog(Component):
         self._saves += 1
         self._bytes = image_bytes
         if self._trained_since_s is not None:
-            if self._saves == FIRST_SAVES + 1:
-                self._gaps_s.clear()
-            self._gaps_s.append(max(0.0, now_s - self._trained_since_s))
+            gaps = self._gaps_s if self._saves > FIRST_SAVES else self._first_s
+            gaps.append(max(0.0, now_s - self._trained_since_s))
         self._trained_since_s = now_s
         for tier in self._stored:
             self._update_outlook(tier)

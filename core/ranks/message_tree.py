@@ -56,6 +56,7 @@ class _Contributions(Message):
 
     topic: Topic
     bodies: Mapping[int, object]
+    leaders_only: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,7 @@ class _Gathering:
     """What the ranks below this one have contributed to a topic so far."""
 
     awaited: frozenset[int]
+    leaders_only: bool
     bodies: Bodies = field(default_factory=dict)
     forwarded: set[int] = field(default_factory=set)
 
@@ -115,9 +117,12 @@ class MessageTree:
         self._flushed: dict[Topic, None] = {}
         self.on_message: Callable[[RankMessage], None] = lambda message: None
 
-    def contribute(self, topic: Topic, body: object) -> None:
-        """Contribute this rank's ``body``, in JSON form, to a topic."""
-        self._add(topic, {self.topology.rank: body})
+    def contribute(self, topic: Topic, body: object, *, leaders_only: bool = False) -> None:
+        """Contribute this rank's ``body``, in JSON form, to a topic. ``leaders_only``: only leaders of nodes
+        contribute; the call does nothing on the other ranks."""
+        if leaders_only and not self.topology.is_leader:
+            return
+        self._add(topic, {self.topology.rank: body}, leaders_only=leaders_only)
 
     def withdraw(self, topic: Topic) -> None:
         """Take back what this rank has contributed to a topic that is not decided on; it may contribute again."""
@@ -146,7 +151,7 @@ class MessageTree:
             case _Withdrawal():
                 self._withdraw(message)
             case _Contributions():
-                self._add(message.topic, message.bodies)
+                self._add(message.topic, message.bodies, leaders_only=message.leaders_only)
 
     def missing(self, topic: Topic) -> tuple[int, ...]:
         """Return the ranks below this one whose contribution to a topic has not arrived here."""
@@ -174,13 +179,16 @@ class MessageTree:
             if gathering is not None:
                 self._forward(topic, gathering)
 
-    def _add(self, topic: Topic, bodies: Mapping[int, object]) -> None:
+    def _add(self, topic: Topic, bodies: Mapping[int, object], *, leaders_only: bool) -> None:
         with self._lock:
             if topic in self._forgotten:
                 return
             gathering = self._gatherings.get(topic)
             if gathering is None:
-                gathering = self._gatherings[topic] = _Gathering(self.topology.below)
+                awaited = self.topology.below
+                if leaders_only:
+                    awaited = awaited.intersection(self.topology.leaders)
+                gathering = self._gatherings[topic] = _Gathering(awaited, leaders_only)
             gathering.bodies.update(bodies)
             complete = gathering.complete
             if complete:
@@ -209,7 +217,9 @@ class MessageTree:
         if self.topology.parent is None or not bodies:
             return
         gathering.forwarded |= bodies.keys()
-        self._send_to([self.topology.parent], _Contributions(topic=topic, bodies=bodies))
+        leaders_only = gathering.leaders_only
+        message = _Contributions(topic=topic, bodies=bodies, leaders_only=leaders_only)
+        self._send_to([self.topology.parent], message)
 
     def _send_up(self, message: RankReported) -> None:
         if self.topology.parent is None:
