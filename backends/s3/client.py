@@ -26,15 +26,6 @@ from urllib.request import getproxies, proxy_bypass
 
 from botocore import UNSIGNED, exceptions  # type: ignore[import-untyped]
 from botocore.config import Config  # type: ignore[import-untyped]
-from botocore.exceptions import (  # type: ignore[import-untyped]
-    ConfigNotFound,
-    ConfigParseError,
-    InvalidConfigError,
-    InvalidRetryConfigurationError,
-    InvalidRetryModeError,
-    InvalidS3AddressingStyleError,
-    ProfileNotFound,
-)
 from botocore.loaders import Loader, create_loader  # type: ignore[import-untyped]
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 from botocore.session import Session  # type: ignore[import-untyped]
@@ -333,13 +324,13 @@ _VARIABLES: tuple[tuple[str, str, frozenset[str]], ...] = (
 )
 # Errors of configuration; their texts contain no secret.
 _CONFIG_ERRORS = (
-    ConfigNotFound,
-    ConfigParseError,
-    InvalidConfigError,
-    InvalidRetryConfigurationError,
-    InvalidRetryModeError,
-    InvalidS3AddressingStyleError,
-    ProfileNotFound,
+    exceptions.ConfigNotFound,
+    exceptions.ConfigParseError,
+    exceptions.InvalidConfigError,
+    exceptions.InvalidRetryConfigurationError,
+    exceptions.InvalidRetryModeError,
+    exceptions.InvalidS3AddressingStyleError,
+    exceptions.ProfileNotFound,
 )
 
 

@@ -47,8 +47,8 @@ class LedgerEntry:
     copy.
 
     Flushes: ``owed``; ``uploaded_to``: this rank's image is there, but the commit waits for other ranks';
-    ``failures``; ``set_aside``: this start does not try the
-    copy any more, and why; ``overtaken``: a copy failed, so that newer ones may be committed before it.
+    ``failures``; ``set_aside``: this start does not try the copy any more, and why; ``overtaken``: a copy failed, so
+    that newer ones may be committed before it.
 
     This rank's image: ``region`` in memory, of which ``final_chunks`` leading chunks do not change any more; ``share``
     is the snapshot's. ``awaiting_ranks``: it is complete, others' may not be. ``failed``: the save was given up during

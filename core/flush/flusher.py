@@ -318,6 +318,7 @@ class Flusher(Component):
         self._conditions.end(
             (tier, CapacityError), "tier %s has room for a step again: %s", tier, id
         )
+        # A copy for which others were deleted does not show that the disk has room: the next one does.
         if not lane.disk_full and self._full.pop(tier, None) is None:
             self._conditions.end((tier, StorageFullError), "tier %s has room for %s", tier, id)
         self._emitter.committed(lane.tier, id, stored_bytes)

@@ -2,7 +2,8 @@
 
 The JSON form of a message is a mapping of its fields. A field holds a scalar, a str enum, a column of 64-bit integers
 (``Signed``, ``Unsigned``), an error, another dataclass, or a tuple, frozenset, mapping or optional of these.
-``from_json`` checks each field against its type hint, so that no later code has to doubt what another rank has sent.
+``from_json`` reads each field by its type hint, so that no later code has to doubt what another rank has sent. A text
+of digits counts as a number there, and an unknown member is left out: all ranks run one version of tierfall.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ Inventory = Mapping[str, TierMessage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldListings(Message):
+class SharedListings(Message):
     """What rank 0 has found on the tiers that it lists for all ranks."""
 
     tiers: Inventory

@@ -39,7 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="List, verify and change the checkpoints of a training run, on all its tiers.",
     epilog="Exit codes: 0 done; 1 failed, or found damage; 2 wrong usage or configuration; 130 interrupted. "
-    "Every option: https://github.com/tierfall/tierfall/blob/main/docs/command-line.md",
+    "The commands by subject: https://github.com/tierfall/tierfall/blob/main/docs/command-line.md",
 )
 
 

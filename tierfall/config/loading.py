@@ -393,7 +393,8 @@ def _such_as(location: Place, value: object) -> str:
 
 
 def _tier_of(value: object) -> object:
-    """Return the tier that a text in place of it stands for. Of an address, which may contain a secret, any other."""
+    """Return a tier as an example, made of the text that stands in place of one. An address may contain a secret: its
+    example has another address."""
     text = value if isinstance(value, str) and value else "host"
     if text in (TierKind.HOST, TierKind.DEVICE):
         return {"name": text, "kind": text}

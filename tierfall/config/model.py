@@ -142,7 +142,7 @@ class IntervalSection(PolicySection):
     """The mean time between failures, or one for each loss class: the interval is computed that loses the least time to
     saving and to failures together (Young and Daly)."""
     on_signal: tuple[fields.Signal, ...] = Field(default=(), examples=[["SIGTERM"]])
-    """Signals on which the next `maybe_save` saves, whatever the interval is."""
+    """Signals on which the next `maybe_save` saves, also between two steps of the interval."""
     at_end: fields.Flag = Field(default=True, examples=[False])
     """Whether `close` saves the last step that `maybe_save` was given, if it is not saved yet."""
 

@@ -28,7 +28,7 @@ from tierfall.core.format.catalog import (
 )
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.inventory import ToldListings, describe
+from tierfall.core.restore.inventory import SharedListings, describe
 from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -358,7 +358,7 @@ class OpenedTiers:
     def list_now(self, call: str = "restore", *, newest: bool = False) -> tuple[Listing, ...]:
         """List every tier; of memory, the slots of this process. ``newest`` is as in ``StoredTier.list``. Rank 0 lists
         the tiers that all nodes see, and tells the others, in a ``call`` of all ranks."""
-        shared, is_root = self._shared(), self.ranks.topology.is_root
+        shared, of_root = self._shared(), self._listed_by_root()
         found = list_all(
             self.config,
             self.memory.list(),
@@ -366,27 +366,33 @@ class OpenedTiers:
             self.errors,
             self._calls,
             newest=newest,
-            told=() if is_root else shared,
+            listed_by_root=of_root,
         )
         if not shared:
             return found
-        told = self.ranks.agree(
+        # In a restore, rank 0 has listed already when it waits for the others, and these wait for its listing.
+        has_listed = self.ranks.topology.is_root and call != OPENING
+        answer = self.ranks.agree(
             call,
             None,
-            lambda _: ToldListings(tiers=describe(found, mine=shared)),
-            ToldListings,
-            timeout_s=None if is_root and call != OPENING else start_patience_s(self.config),
+            lambda _: SharedListings(tiers=describe(found, mine=shared)),
+            SharedListings,
+            timeout_s=None if has_listed else start_patience_s(self.config),
         )
         return tuple(
-            x
-            if is_root or x.error is not None or x.tier not in told.tiers
-            else told.tiers[x.tier].listing_of(0, x.tier)
+            answer.tiers[x.tier].listing_of(0, x.tier)
+            if x.tier in of_root and x.error is None
+            else x
             for x in found
         )
 
     def _shared(self) -> list[str]:
         """Return the stored tiers that rank 0 lists for all ranks; none if there is one rank."""
         return [x.name for x in self.config.storage if is_shared(x)] if self.ranks.many else []
+
+    def _listed_by_root(self) -> list[str]:
+        """Return the stored tiers that rank 0 lists for this rank; none on rank 0."""
+        return [] if self.ranks.topology.is_root else self._shared()
 
     @property
     def is_partial(self) -> bool:
@@ -397,10 +403,9 @@ class OpenedTiers:
         """Read the commit records that the start has left for later; for another thread than that of the start. Those
         on a tier that does not answer now count as such that could not be read (see ``with_rest``): they stay until the
         next start. What rank 0 reads for all ranks has an error until they agree."""
-        own = self._owned()
-        told = () if self.ranks.topology.is_root else self._shared()
+        own, of_root = self._owned(), self._listed_by_root()
         answers = call_tiers(
-            [self.stores[x.tier] for x in self.listings if x.is_partial and x.tier not in told],
+            [self.stores[x.tier] for x in self.listings if x.is_partial and x.tier not in of_root],
             lambda s: make_durable(s, s.list()) if s.name in own else s.list(),
             self.config,
             BoundedCalls(),
@@ -408,7 +413,7 @@ class OpenedTiers:
         )
 
         def read(listing: Listing) -> Listing:
-            if listing.tier in told and listing.is_partial:
+            if listing.tier in of_root and listing.is_partial:
                 return replace(listing, error=RanksError(f"{listing.tier}: rank 0 lists it"))
             if listing.tier not in answers:
                 return listing

@@ -383,15 +383,15 @@ def list_all(
     calls: BoundedCalls,
     *,
     newest: bool = False,
-    told: Collection[str] = (),
+    listed_by_root: Collection[str] = (),
 ) -> tuple[Listing, ...]:
     """List every stored tier, side by side; return the listings after that of ``memory``, fastest tier first. A tier
-    that does not answer in time has that as its error. ``newest`` is as in ``StoredTier.list``. Another rank lists the
-    tiers that are ``told``: they are only asked for their record, and the listing is empty."""
+    that does not answer in time has that as its error. ``newest`` is as in ``StoredTier.list``. Of tiers
+    ``listed_by_root``, which rank 0 lists for this rank, only the record is read, and the listing is empty."""
     opened = [store for name, store in stores.items() if name not in errors]
 
     def list_one(store: StoredTier) -> Listing:
-        if store.name not in told:
+        if store.name not in listed_by_root:
             return store.list(newest=newest)
         with suppress(IntegrityError):
             store.marker.read()
