@@ -120,6 +120,8 @@ class TaskRunner:
 
     def _drop(self, task: DeleteCopy, store: TaskStore) -> Any:
         if not task.unfinished:
+            if task.stay:
+                store.decided.read()  # another process may just have found a copy damaged that is to stay
             _check_whole(task, store)
             return store.delete(
                 task.id,

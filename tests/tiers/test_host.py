@@ -254,9 +254,9 @@ def test_an_image_that_grows_if_memory_is_short_waits_for_the_one_before_it(
 def test_a_free_file_stays_if_memory_lacks_what_a_larger_image_needs(
     folder: Path, short: Callable[[int], None]
 ) -> None:
+    short(3 * ONE // 2)  # so no second file is prepared
     host = host_in(folder, capacity_bytes=8 * ONE)
     save(host, 1).release()
-    short(PAGE)
     with pytest.raises(CapacityError, match="are free for it"):
         room_in(host, 4 * IMAGE_BYTES)
     assert len(files(folder)) == 1

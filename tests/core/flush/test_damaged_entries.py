@@ -17,6 +17,7 @@ from tierfall.core.flush.tasks import (
 )
 from tierfall.core.types.errors import BackendError
 from tierfall.core.types.values import CheckpointId, Codec, CopyState
+from tierfall.tiers.stored import StoredTier
 
 FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
 CODECS = [Codec.NONE, Codec.ZSTD, Codec.PLANES]
@@ -49,6 +50,31 @@ def state(world: World, tier: str, id: CheckpointId = FIRST) -> CopyState:
 
 def damage(world: World, tier: str, id: CheckpointId = FIRST) -> str | None:
     return world.coordinator.ledger.entries[id].damage.get(tier)
+
+
+# Found by another process ------------------------------------------------------------------------
+
+
+def test_damage_that_another_process_has_just_found_stops_a_deletion_by_rule() -> None:
+    """Also one that is under way already, and if this process has read the list of the tier a moment before."""
+    world = World([file_rules("nvme", retain_last=2)], memory_images=3)
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    store = world.stores["nvme"]
+    other = StoredTier(name="nvme", run="run", backend=world.disks["nvme"])
+    world.save(3)
+    while not (drops := [task for task in world.tasks if isinstance(task, DeleteCopy)]):
+        if world.tasks:
+            world.run(world.tasks[0])
+        world.step()
+    del store.decided.read  # by which simulations, whose clock is virtual, always read anew
+    store.decided.read()
+    other.note_damaged(store.read_commit(SECOND), "a flipped bit")
+    world.run(drops[0])
+    world.settle()
+    assert store.is_committed(FIRST)
+    assert damage(world, "nvme", SECOND)
 
 
 # Found when room is needed -----------------------------------------------------------------------
