@@ -207,7 +207,8 @@ def test_ranks_of_a_node_share_what_is_free(folder: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def short(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """``short(free)``: now so many bytes are free for files, and what is deleted from here on."""
+    """``short(free)``: now so many bytes are free for files, and what is deleted from here on. A test calls it before
+    its first save, after which a second file may be prepared."""
 
     def set_free(free_bytes: int) -> None:
         known = free_bytes + held_bytes(folder)
@@ -221,9 +222,9 @@ def test_memory_that_does_not_suffice_for_two_images_suffices_for_one(
     folder: Path, short: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a container with a small /dev/shm. Messages and superseding go by the memory that is there."""
+    short(ONE)
     host = host_in(folder, capacity_bytes=2 * ONE)
     first = save(host, 1)
-    short(0)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert room_in(host) is None
@@ -242,9 +243,9 @@ def test_memory_that_does_not_suffice_for_two_images_suffices_for_one(
 def test_an_image_that_grows_if_memory_is_short_waits_for_the_one_before_it(
     folder: Path, short: Callable[[int], None]
 ) -> None:
+    short(ONE + 2 * PAGE)
     host = host_in(folder, capacity_bytes=2 * ONE)
     first = save(host, 1)
-    short(2 * PAGE)
     assert room_in(host, IMAGE_BYTES + PAGE) is None, "no error: the first may be released"
     first.release()
     assert room_in(host, IMAGE_BYTES + PAGE) is not None
@@ -254,7 +255,7 @@ def test_an_image_that_grows_if_memory_is_short_waits_for_the_one_before_it(
 def test_a_free_file_stays_if_memory_lacks_what_a_larger_image_needs(
     folder: Path, short: Callable[[int], None]
 ) -> None:
-    short(3 * ONE // 2)  # so no second file is prepared
+    short(3 * ONE // 2)
     host = host_in(folder, capacity_bytes=8 * ONE)
     save(host, 1).release()
     with pytest.raises(CapacityError, match="are free for it"):
