@@ -67,7 +67,7 @@ LINES = {
     ("core/runtime",): 2_141,
     ("core/ranks",): 2_216,
     ("core/capture", "core/sampling"): 3_888,
-    ("core/restore", "core/load", "core/copies"): 7_014,
+    ("core/restore", "core/load", "core/copies"): 7_050,
     ("core/compression",): 360,
     ("core/flush",): 7_607,
     ("policies",): 2_174,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,12 @@ class Wrapper(nn.Module):
         self.add_module(name, inner)
 
 
-def make(words: int = 10, width: int = 4) -> dict[str, Any]:
-    model = nn.Sequential(nn.Embedding(words, width), nn.Linear(width, 3))
+def make(words: int = 10, width: int = 4, renamed: str = "", more: int = 0) -> dict[str, Any]:
+    layers: dict[str, nn.Module] = {"0": nn.Embedding(words, width), "1": nn.Linear(width, 3)}
+    if renamed:
+        layers = {"0": layers["0"], renamed: layers["1"]}
+    layers |= {f"more{number}": nn.Linear(3, 3) for number in range(more)}
+    model = nn.Sequential(OrderedDict(layers))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.arange(4)).sum().backward()
     optimizer.step()
@@ -83,3 +88,28 @@ def test_a_prefix_that_all_names_have_is_named_with_the_rename_that_helps(
         with pytest.raises(RestoreError, match=r"rename={'models\.0': 'models\.0\.outer'}"):
             ckpt.restore(outer)
         ckpt.restore(outer, rename={"models.0": "models.0.outer"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "arguments"),
+    [
+        ({"renamed": "one"}, ["rename"]),
+        ({"more": 1}, ["skip"]),
+        ({"more": 9}, ["skip", "strict"]),
+        ({"width": 6}, ["resize"]),
+    ],
+)
+def test_the_arguments_that_restore_what_fits_are_ready_to_be_copied(
+    restore: Restore, changed: dict[str, Any], arguments: list[str]
+) -> None:
+    text = restore(make(**changed))
+    call = text.partition("To restore what fits: restore(..., ")[2].removesuffix(")")
+    given = eval(f"dict({call})")
+    assert list(given) == arguments
+    assert restore(make(**changed), **given) == ""
+
+
+def test_no_arguments_are_proposed_if_none_restores_the_rest(restore: Restore) -> None:
+    text = restore({"model": make()["model"].bfloat16(), "more": torch.ones(2)}, only=["model"])
+    assert "converts no dtype" in text
+    assert "To restore what fits" not in text

@@ -110,6 +110,7 @@ class OptimizerFiller:
                 f"{self._name}.param_groups",
                 f"the checkpoint has {len(order)} groups, the state has {len(live_sets)}: create the optimizer with "
                 f"the saved groups and call add_param_group() after the restore, or {self._plan_new()}",
+                skip=self._name,
             )
             return None
         if order != sorted(order) and self._work.is_scheduled(self._live):
@@ -154,6 +155,7 @@ class OptimizerFiller:
                 "the checkpoint has no names for its parameters, so that its state matches by their order, and the "
                 f"model declares {moved} in another order than the checkpoint: declare them in that order, or "
                 f"{self._plan_new()}",
+                skip=self._name,
             )
             return None
         numbers = list(range(len(self._node.names)))
@@ -183,6 +185,7 @@ class OptimizerFiller:
             f"no parameter group of the state holds the same {len(group)} parameters; the nearest lacks "
             f"{missing or 'none of them'} and also has {more or 'no others'}: group the parameters as they were saved, "
             f"or {self._plan_new()}",
+            skip=self._name,
         )
 
     def _plan_new(self) -> str:

@@ -13,21 +13,25 @@ from tierfall.core.types.text import format_some, hint_at
 _SHOWN = 10
 ABSENT = "in the checkpoint, not in the state"
 EXTRA = "in the state, not in the checkpoint"
+_NAMED = 6
+"""So many names make a call too long to read."""
 _BY_NAME = (
-    "rename={...} restores a tensor or an entry of the state from another name; only=[...] restores a part, and leaves "
-    "out what only the checkpoint has; a place of the state that is None, or an empty list or dict, takes what the "
-    "checkpoint has there"
+    "rename={...} restores a tensor or an entry of the state from another name; only=[...] restores a part; "
+    "strict=False leaves out what only one side has; a place of the state that is None, or an empty list or dict, "
+    "takes what the checkpoint has there"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
     """One mismatch. ``content`` describes an entry that one side lacks: an entry is only renamed to one of equal
-    content."""
+    content. ``skip`` names what a restore can leave out on account of it: None for nothing, empty if another argument
+    helps."""
 
     name: str
     reason: str
     content: object = None
+    skip: str | None = None
 
     @property
     def parent(self) -> str:
@@ -56,14 +60,16 @@ class MismatchReport:
     ) -> None:
         """Report an entry that both sides have. ``resize`` is the name of a tensor of another shape that may be
         resized, ``dtype`` the dtype of one that differs in that."""
-        self._lines.append(_Line(name, f"the checkpoint has {stored}, the state has {live}"))
+        reason = f"the checkpoint has {stored}, the state has {live}"
+        self._lines.append(_Line(name, reason, skip="" if resize else None))
         self._resizable += [resize] if resize and resize not in self._resizable else []
         self._dtypes += [dtype] if dtype else []
         self._by_name |= not (resize or dtype)
 
-    def refuses(self, name: str, reason: str) -> None:
-        """Report an entry that cannot be restored; ``reason`` includes what to do."""
-        self._lines.append(_Line(name, reason))
+    def refuses(self, name: str, reason: str, *, skip: str | None = None) -> None:
+        """Report an entry that cannot be restored; ``reason`` includes what to do, and ``skip`` is what it says may be
+        left out."""
+        self._lines.append(_Line(name, reason, skip=skip))
 
     def absent(self, name: str, content: object = None) -> None:
         """Report an entry that only the checkpoint has; without ``content`` it cannot be renamed."""
@@ -84,10 +90,9 @@ class MismatchReport:
             return
         absent = [line for line in self._lines if line.reason is ABSENT]
         extra = [line for line in self._lines if line.reason is EXTRA]
-        hints = {
-            id(line): hint
-            for line, hint in (*self._renames(absent, extra), *self._meant(absent, extra))
-        }
+        renames = self._renames(absent, extra)
+        hints = {id(line): self._rename_hint(line, new) for line, new in renames}
+        hints.update((id(line), hint) for line, hint in self._meant(absent, extra))
         lines = [line for line in (*absent, *extra) if not line.parent]
         if not any(id(line) in hints for line in lines):
             # else all others may come of a misspelt entry, as those of an optimizer do
@@ -100,6 +105,7 @@ class MismatchReport:
         raise RestoreError(
             f"restore: {what} does not fit the state in {count} place{'s' if count > 1 else ''}:{shown}{more}"
             + self._advice()
+            + self._call({self._stored_name(line.name): new for line, new in renames})
         )
 
     def _advice(self) -> str:
@@ -120,6 +126,30 @@ class MismatchReport:
             )
         return advice if self._resizable or self._dtypes or self._by_name else ""
 
+    def _call(self, renames: Mapping[str, str]) -> str:
+        """Return the arguments that restore all that fits; empty if there are none, or if they are long."""
+        extra = [
+            line.name
+            for line in self._lines
+            if line.reason is EXTRA and line.name not in renames.values()
+        ]
+        is_loose = len(extra) > _NAMED or (
+            sum(line.reason is ABSENT for line in self._lines) > len(renames)
+        )
+        others = [line.skip for line in self._lines if line.reason not in (ABSENT, EXTRA)]
+        if self._renamed or None in others:
+            return ""
+        # an optimizer's groups fit again once all of its parameters are renamed
+        skip = list(dict.fromkeys(filter(None, others))) if extra or is_loose or not renames else []
+        if not is_loose:
+            skip += [name for name in extra if not any(naming.is_within(name, s) for s in skip)]
+        given = {"rename": renames, "resize": self._resizable, "skip": skip}
+        if any(len(value) > _NAMED for value in given.values()):
+            return ""
+        arguments = [f"{name}={value!r}" for name, value in given.items() if value]
+        arguments += ["strict=False"] if is_loose else []
+        return f"\nTo restore what fits: restore(..., {', '.join(arguments)})"
+
     def _renames(self, absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
         """Suggest names of the state for entries that only the checkpoint has, each once."""
         found, free = [], {line.name: line.content for line in extra}
@@ -131,11 +161,14 @@ class MismatchReport:
             near = difflib.get_close_matches(stored, fitting, n=1, cutoff=0.8)
             if near:
                 del free[near[0]]
-                hint = f" (rename={{{stored!r}: {near[0]!r}}}?)"
-                if stored == near[0]:
-                    hint = f" (it is {stored!r} in the checkpoint: leave out that rename)"
-                found.append((line, hint))
+                found.append((line, near[0]))
         return found
+
+    def _rename_hint(self, line: _Line, new: str) -> str:
+        stored = self._stored_name(line.name)
+        if stored == new:
+            return f" (it is {stored!r} in the checkpoint: leave out that rename)"
+        return f" (rename={{{stored!r}: {new!r}}}?)"
 
     def _meant(self, absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
         """Suggest keys of the checkpoint for those that only the state has."""
