@@ -33,6 +33,7 @@ from tierfall.core.ranks.addresses import addresses_of_node, own_address
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import (
+    format_count,
     format_duration,
     format_rate,
     format_share,
@@ -322,6 +323,11 @@ def _rates(settings: Config, tiers: Sequence[TierMeasurement]) -> dict[str, floa
     return found
 
 
+def _kept(tier: SteadyTier) -> str:
+    grows = f"+{format_count(tier.grows_per_day)}/day" if tier.grows_per_day else ""
+    return f"{tier.kept or ''} {grows}".strip() or "0"
+
+
 def _shown(made: Sequence[SteadyTier], load: Workload, source: str) -> list[Table | str]:
     of = (
         ""
@@ -338,7 +344,7 @@ def _shown(made: Sequence[SteadyTier], load: Workload, source: str) -> list[Tabl
             format_duration(tier.every_s),
             cell(tier.copy_s, format_duration),
             cell(tier.busy, format_share),
-            str(tier.kept),
+            _kept(tier),
             cell(tier.bytes_max, format_size),
             cell(tier.full_s, format_duration),
             cell(tier.lost_s, format_duration),

@@ -220,10 +220,11 @@ def _rm_run(answer: CommandOutput, steps: list[StepName]) -> None:
         listings = facts.listings
         answer.note_unread(facts.unread)
         if answer.problems:
+            forget = " and ".join(f"'tierfall forget {tier}'" for tier in facts.unread)
             answer.refuse(
-                "rm: nothing was deleted, since the tier may hold files of the run: repeat it once the tier answers, "
-                "or without the tier in the file. If the run was deleted there from another machine, repeat it after "
-                "'tierfall forget TIER'"
+                f"rm: nothing was deleted, since {', '.join(facts.unread)} may hold files of the run: repeat it once "
+                "each tier answers, or without the tier in the file. If the files there were deleted without tierfall, "
+                f"repeat it after {forget}"
             )
         kept = commands.foreign_files(reader.config, reader.stores)
         is_there = any(x.copies or x.attempts or x.damaged for x in listings)

@@ -172,6 +172,6 @@ def _reasons_of_room(tier: SteadyTier, rules: TierRules, chain: Chain) -> Iterat
         keeps = day if tier.grows_per_day else f"{tier.kept} checkpoints and the one that arrives"
         yield (
             f"full after {format_duration(tier.full_s)}: then the oldest is deleted for each new one. Its rules keep "
-            f"{keeps}; {described} has room for {limit // size}: {larger}, keep fewer (retain), or save less often "
-            "there (flush.every)"
+            f"{keeps}; {described} has room for {format_count(limit // size)}: {larger}, keep fewer (retain), or save "
+            "less often there (flush.every)"
         )

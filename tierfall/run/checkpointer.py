@@ -72,6 +72,8 @@ class Checkpointer:
         ranks: Ranks | None = None,
         fresh: bool = False,
     ) -> None:
+        if not isinstance(config, Config):
+            raise ConfigError(f"a Checkpointer is made by tierfall.open({config!r:.80})")
         opened = OpenRun.open(config, process_group=process_group, ranks=ranks, fresh=fresh)
         self._opened = opened
         self._config = opened.config
