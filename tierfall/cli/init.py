@@ -20,7 +20,7 @@ from typing import TypeVar
 import typer
 import yaml
 
-from tierfall.cli.usage import Asked, Exit, at_terminal, parser_of, print_out, refuse, to_document
+from tierfall.cli.usage import Exit, at_terminal, parser_of, print_out, refuse, to_document
 from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address, parse_every
 from tierfall.core.types.errors import BackendError, ConfigError
@@ -34,7 +34,6 @@ CHECK_IMAGE, CHECK_STEP = "1GiB", "1s"
 
 
 def init(
-    asked: Asked,
     file: Path,
     disk: list[str] | None,
     far: str | None,
@@ -45,6 +44,7 @@ def init(
     run: str | None,
     yes: bool,
     force: bool,
+    as_json: bool,
 ) -> None:
     """Ask for what no option says, and write the file. ``far`` is empty: none; ``parameters`` is 0: unknown."""
     if file.is_dir():
@@ -53,7 +53,7 @@ def init(
         refuse(f"init: {file}: there is no folder {file.parent}; create it first", Exit.USAGE)
     if file.exists() and not force:
         refuse(f"init: {file} exists; --force replaces it", Exit.USAGE)
-    asking = not yes and not asked.as_json and at_terminal()
+    asking = not yes and not as_json and at_terminal()
 
     def answer(given: T | None, text: str, default: str, parse: Callable[[str], T]) -> T:
         if given is not None:
@@ -86,7 +86,7 @@ def init(
             parse_every,
         ),
     )
-    _write(file, answers, asked.as_json)
+    _write(file, answers, as_json)
 
 
 def _write(file: Path, answers: Answers, as_json: bool) -> None:
@@ -202,7 +202,7 @@ def _create_folders(answers: Answers, base: Path) -> Iterator[str]:
             yield f"{place} cannot be created: {error.strerror}"
 
 
-def schema(asked: Asked) -> None:
+def schema(as_json: bool) -> None:
     """Print the JSON schema of the YAML file."""
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
 

@@ -698,10 +698,14 @@ def _format_event(event: dict[str, Any]) -> str:
 
 
 def watch(
-    asked: Asked, every: float, once: bool, prometheus: tuple[str, int] | None, metrics: bool
+    every: float,
+    once: bool,
+    prometheus: tuple[str, int] | None,
+    metrics: bool,
+    **shared: Any,
 ) -> None:
     """Show a run live, or one frame of it, or serve its metrics."""
-    settings = load_settings(asked)
+    settings = load_settings(asked := Asked(**shared))
     if once and prometheus is not None:
         refuse(
             "--once and --prometheus: one ends at once, the other goes on; expected one", Exit.USAGE
