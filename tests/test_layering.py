@@ -77,7 +77,7 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_111,
     ("tierfall/ops",): 3_228,
     ("tierfall/telemetry",): 1_757,
-    ("tierfall/cli",): 3_604,
+    ("tierfall/cli",): 3_563,
     ("tierfall/integrations",): 2_929,
     ("tierfall/imports", "tierfall/export"): 2_810,
     ("tierfall/plan",): 177,

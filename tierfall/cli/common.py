@@ -24,7 +24,6 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress, TransferSpeedColumn
-from rich.table import Table
 from rich.text import Text
 
 from tierfall.cli.usage import (
@@ -65,7 +64,7 @@ from tierfall.telemetry.figures import Statistics
 from tierfall.telemetry.reports import CheckpointInfo, CopyInfo, format_unread
 
 T = TypeVar("T")
-Part = Table | Text | str
+Part = Text | str
 """What a person is shown: a table, or lines."""
 PIPED_WIDTH = 10_000
 REMARKS = "REMARKS"
@@ -123,7 +122,7 @@ class CommandOutput:
     def finish(self) -> None:
         """Print everything; problems end the command."""
         if not self.as_json:
-            _print(self._shown)
+            print_parts(self._shown)
         if self.problems:
             raise CommandRefused(self.problems, document=self.document)
         if self.as_json:
@@ -140,7 +139,7 @@ def screen_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
 
 
-def _print(parts: Iterable[Part]) -> None:
+def print_parts(parts: Iterable[Part]) -> None:
     """Print for a person. A terminal gets lines that end between words; a file or a pipe gets no line breaks by width,
     and no spaces at the ends of lines."""
     at_terminal = sys.stdout.isatty()
@@ -169,18 +168,10 @@ def _wrapped(text: str, width: int) -> str:
     )
 
 
-def coloured(state: str) -> Text:
-    """Return the state of a copy in its colour."""
-    found = _STATE.match(state)
-    return Text(state, style=_STYLES[found[0]] if found else "")
-
-
-def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """Return a table without rules; the columns in ``right`` are aligned to the right."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
+def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> Text:
+    """Return a table without rules, and without columns that are empty; those in ``right`` are aligned to the right,
+    states of copies have their colour."""
+    return _styled(_aligned(names, [*rows], right))
 
 
 def checkpoints_table(
@@ -221,6 +212,10 @@ def checkpoints_table(
     drawn = _aligned((*wide_head, *metrics, REMARKS), wide, right)
     if max(map(len, drawn)) > screen_width():
         drawn = _aligned((*narrow_head, REMARKS), narrow, right)
+    return _styled(drawn)
+
+
+def _styled(drawn: Sequence[str]) -> Text:
     text = Text(_wrapped("\n".join(drawn), screen_width()))
     text.stylize("bold", 0, len(drawn[0]))
     text.highlight_regex(_STATE, lambda state: _STYLES[state])
@@ -230,8 +225,7 @@ def checkpoints_table(
 def _aligned(
     names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]
 ) -> list[str]:
-    """Return the lines of a table, without columns that are empty: not a Table, as rich takes a second for a thousand
-    rows."""
+    """Return the lines of a table: rich's own takes a second for a thousand rows."""
     columns = [(name, *cells) for name, *cells in zip(names, *rows, strict=True) if any(cells)]
     padded = []
     for column in columns:
