@@ -226,7 +226,7 @@ def _aligned(
     names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]
 ) -> list[str]:
     """Return the lines of a table: rich's own takes a second for a thousand rows."""
-    columns = [(name, *cells) for name, *cells in zip(names, *rows, strict=True) if any(cells)]
+    columns = [each for each in zip(names, *rows, strict=True) if any(each[1:]) or not rows]
     padded = []
     for column in columns:
         pad, width = str.rjust if column[0] in right else str.ljust, max(map(len, column))
