@@ -67,6 +67,8 @@ T = TypeVar("T")
 Part = Text | str
 """What a person is shown: a table, or lines."""
 PIPED_WIDTH = 10_000
+GLUE = "\xa0"
+"""Stands for a space at which no line ends."""
 REMARKS = "REMARKS"
 _STYLES = {
     "damaged": "bold red",
@@ -216,8 +218,9 @@ def checkpoints_table(
 
 
 def _styled(drawn: Sequence[str]) -> Text:
-    text = Text(_wrapped("\n".join(drawn), screen_width()))
-    text.stylize("bold", 0, len(drawn[0]))
+    lines = [_wrapped(line, screen_width()).replace(GLUE, " ") for line in drawn]
+    text = Text("\n".join(lines))
+    text.stylize("bold", 0, len(lines[0]))
     text.highlight_regex(_STATE, lambda state: _STYLES[state])
     return text
 
@@ -225,12 +228,16 @@ def _styled(drawn: Sequence[str]) -> Text:
 def _aligned(
     names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]
 ) -> list[str]:
-    """Return the lines of a table: rich's own takes a second for a thousand rows."""
+    """Return the lines of a table: rich's own takes a second for a thousand rows. Where a line is too long, it ends
+    between two columns, or between the words of one that is aligned to the left."""
     columns = [each for each in zip(names, *rows, strict=True) if any(each[1:]) or not rows]
     padded = []
     for column in columns:
-        pad, width = str.rjust if column[0] in right else str.ljust, max(map(len, column))
-        padded.append([pad(cell, width) for cell in column])
+        width = max(map(len, column))
+        if column[0] in right:
+            padded.append([cell.replace(" ", GLUE).rjust(width) for cell in column])
+        else:
+            padded.append([cell.ljust(width) for cell in column])
     return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
