@@ -130,9 +130,9 @@ _OF_ALL: dict[str, Declared] = {
 
 def _command(
     name: str,
-    module: str,
     help: str,
     *,
+    module: str = "tierfall.cli.commands",
     also: tuple[str, ...] = (*_OF_ALL,),
     prints: bool = False,
     **own: Declared,
@@ -180,9 +180,9 @@ def _prepare(
 
 _command(
     "init",
-    "tierfall.cli.init",
     "Write a first, commented YAML file, and say what is too small here. At a terminal it asks what no option answers, "
     "at most five questions; Enter takes the default.",
+    module="tierfall.cli.init",
     also=("as_json",),
     prints=True,
     file=_argument("FILE", "The YAML file to write.", Path, default=Path("tiers.yaml")),
@@ -219,9 +219,9 @@ _command(
 )
 _command(
     "check",
-    "tierfall.cli.check",
     "Check the configuration; measure and forecast every tier. A file is written to each tier, and removed again. The "
     "forecast says whether a tier keeps up and has room, by the options or the run's own checkpoints.",
+    module="tierfall.cli.check",
     size=_option(
         "--size",
         "SIZE",
@@ -241,9 +241,9 @@ _command(
 )
 _command(
     "demo",
-    "tierfall.demo.story",
     "Train, kill and restore a small model, and show the timeline. It trains a real one through a chain of tiers, and "
     "shows that nothing was lost.",
+    module="tierfall.demo.story",
     also=("as_json",),
     prints=True,
     folder=_argument("DIR", "A new or empty folder to keep everything in.", Path, default=None),
@@ -255,8 +255,8 @@ _command(
 )
 _command(
     "schema",
-    "tierfall.cli.init",
     "Print the JSON schema of the YAML file. Editors complete from it.",
+    module="tierfall.cli.init",
     also=("as_json",),
     prints=True,
 )
@@ -265,34 +265,34 @@ _command(
 
 _command(
     "ls",
-    "tierfall.cli.look",
     "List the steps of a run, tier by tier. The newest is the last; each has its age, its size, and the state on each "
     "tier.",
+    module="tierfall.cli.look",
     last=_option("--last -n", "N", "List the newest N steps only.", int, min=1),
     metrics=_METRICS,
 )
 _command(
     "show",
-    "tierfall.cli.look",
     "Show steps in full. It shows their lineage, their files, their copies and why each is kept or deleted.",
+    module="tierfall.cli.look",
     steps=_STEPS,
 )
 _command(
     "latest",
-    "tierfall.cli.look",
     "Print the newest step that can be restored. The exit code is 1 if there is none, or if a newer one is damaged.",
+    module="tierfall.cli.look",
 )
 _command(
     "runs",
-    "tierfall.cli.look",
     "List the runs on the tiers, and in this node's memory. It lists all runs, not only the one that the file names, "
     "and what any run holds in memory; without a file, the memory alone.",
+    module="tierfall.cli.look",
     also=("config", "as_json"),
 )
 _command(
     "watch",
-    "tierfall.cli.look",
     "Show tiers, copies and transfers live. Until Ctrl-C it also shows the last events, and what a failure would cost.",
+    module="tierfall.cli.look",
     prints=True,
     every=_option(
         "--every",
@@ -316,7 +316,6 @@ _command(
 
 _command(
     "verify",
-    "tierfall.cli.commands",
     "Verify every file of every copy, and repair. It reads chunks, manifests and commit records of all steps, or of "
     "some.",
     steps=_STEPS_IF_ANY,
@@ -325,7 +324,6 @@ _command(
 )
 _command(
     "drain",
-    "tierfall.cli.commands",
     "Flush what a dead trainer left in host memory. The memory is freed then. With --all no file is needed: each run's "
     "memory notes its own.",
     deadline=_option(
@@ -339,35 +337,30 @@ _command(
 
 _command(
     "pin",
-    "tierfall.cli.commands",
     "Protect steps from every deletion rule. A pin counts on every tier that holds the step, until it is unpinned.",
     steps=_STEPS,
 )
-_command("unpin", "tierfall.cli.commands", "Remove the pin of steps, on every tier.", steps=_STEPS)
+_command("unpin", "Remove the pin of steps, on every tier.", steps=_STEPS)
 _command(
     "tag",
-    "tierfall.cli.commands",
     "Add a tag to steps. It is beside those of their save; a rule 'retain: {tags: ...}' keeps what has it.",
     tag=_TAG,
     steps=_STEPS,
 )
 _command(
     "untag",
-    "tierfall.cli.commands",
     "Remove a tag of steps, also one of their save.",
     tag=_TAG,
     steps=_STEPS,
 )
 _command(
     "prune",
-    "tierfall.cli.commands",
     "Apply the retention rules now. It goes through every stored tier, and prints for each copy why it is kept or "
     "deleted.",
     dry_run=_flag("--dry-run", "Print the decisions and their reasons, and delete nothing."),
 )
 _command(
     "rm",
-    "tierfall.cli.commands",
     "Delete steps from every tier, or a whole run. A pinned step is refused. The last step that can be restored needs "
     "--even-the-last.",
     steps=_STEPS_IF_ANY,
@@ -377,7 +370,6 @@ _command(
 )
 _command(
     "forget",
-    "tierfall.cli.commands",
     "Make the other tiers forget one that was emptied on purpose. This machine forgets it, too.",
     tier=_argument("TIER", "The name of the tier.", autocompletion=_tier_names),
 )
@@ -386,7 +378,6 @@ _command(
 
 _command(
     "copy",
-    "tierfall.cli.commands",
     "Copy steps to a tier that does not hold them. Pin and tags are copied, too; the bytes come from the fastest good "
     "copy.",
     steps=_STEPS,
@@ -394,7 +385,6 @@ _command(
 )
 _command(
     "export",
-    "tierfall.cli.commands",
     "Write a step as files for other programs. It becomes one file, shards, or a DCP folder, from the fastest good "
     "copy; every chunk is verified.",
     step=_argument("STEP", _STEP_HELP, StepName, parse_step),
@@ -409,7 +399,6 @@ _command(
 )
 _command(
     "import",
-    "tierfall.cli.commands",
     "Save what another program wrote as a step. It becomes one of the run, on all of its stored tiers. No code from "
     "PATH is run.",
     path=_argument("PATH", "A file of torch.save, Lightning or safetensors, or a folder.", Path),
