@@ -41,14 +41,13 @@ from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address
 from tierfall.core.format.catalog import KnownCheckpoint, merge, to_view
 from tierfall.core.runtime.run_lock import LockOwner
-from tierfall.core.types.errors import ConfigError, StepError, TierfallError
+from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.text import format_some, hint_at, members
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.ops.commands import (
     Watch,
-    find,
     restorable,
     unread,
     view_of,
@@ -505,30 +504,41 @@ class RunFacts:
     def find(
         self, answer: CommandOutput, name: StepName, tier: str | None = None, *, doing: str
     ) -> KnownCheckpoint:
-        """Find the checkpoint that STEP names, on ``tier`` if one is given; if it is not there, end the command and
-        name the tiers that could not be read."""
+        """Find the checkpoint that STEP names, on ``tier`` if one is given: without an attempt, that of the live
+        lineage. If it is not there, or an unread tier may hold a later ``latest``, end the command, and name the tiers
+        that could not be read."""
         known = [c for c in self.known if tier is None or tier in c.copies]
         silent = {name: error for name, error in self.unread.items() if tier in (None, name)}
-        try:
-            if name.step is not None:
-                return find(known, name.step, name.attempt, doing=doing, unread=silent)
-            found = _find_latest(known, silent, doing)
-        except StepError as error:
+        lost, newest = ", ".join(silent), None
+        if name.step is None:
+            newest = next(iter(restorable(known)), None)
+            fitting = [c for c in known if c.id == newest and not silent]
+            problem = "the run has no step that can be restored"
+            if silent:
+                seen = f"; of the others it is {newest}" if newest else ""
+                problem = f"{lost} may hold a later step than the others{seen}: name it"
+        else:
+            of_step = [c for c in known if c.id.step == name.step]
+            fitting = [
+                c
+                for c in of_step
+                if c.id.attempt == name.attempt or (name.attempt is None and not c.abandoned)
+            ]
+            which = f"step {name.step}"
+            which += "" if name.attempt is None else f" of attempt {name.attempt}"
+            where, are = "is not there", "steps are"
+            if silent:
+                where = f"is on none of the tiers that could be read, and may be on {lost}"
+                are = "that could be seen are"
+            there = ", ".join(f"{c.id}{' (abandoned)' if c.abandoned else ''}" for c in of_step)
+            last = ", ".join(str(c.id) for c in known[-8:])
+            seen = f"the newest {are} {last}" if known else "there is no other"
+            if of_step:
+                seen = f"there is {there}: name it with its attempt"
+            problem = f"{which} {where}; {seen}"
+        if not fitting:
             answer.note_unread(silent)
-            answer.refuse(error)
-        self.note_newer(answer, found.id)
-        return found
-
-
-def _find_latest(
-    known: Sequence[KnownCheckpoint], unread: Iterable[str], doing: str
-) -> KnownCheckpoint:
-    """Find the newest checkpoint that can be restored; StepError if there is none, or if a tier that could not be read
-    may hold a newer one."""
-    newest = restorable(known)
-    if silent := ", ".join(unread):
-        seen = f"; of the others it is {newest[0]}" if newest else ""
-        raise StepError(f"{doing}: {silent} may hold a later step than the others{seen}: name it")
-    if not newest:
-        raise StepError(f"{doing}: the run has no step that can be restored")
-    return next(c for c in known if c.id == newest[0])
+            answer.refuse(f"{doing}: {problem}")
+        if name.step is None:
+            self.note_newer(answer, newest)
+        return fitting[-1]

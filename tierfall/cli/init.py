@@ -370,9 +370,14 @@ def notes_on(answers: Answers, free: Mapping[str, int]) -> Iterator[str]:
     here, image, images = answers.ranks_here, answers.image_bytes, answers.host_bytes
     of = "" if answers.ranks == 1 else f" of {here} ranks on this machine"
     what, needed = "all but small models", _GIB
-    needs: dict[str, tuple[str, int, str]] = {}
-    if image is not None and images is not None:
+    if images is not None:
         what, needed = f"two images{of}", images * here
+    raising = (
+        "raise it (of a container: docker run --shm-size=SIZE; of a machine: mount -o remount,size=SIZE "
+        f"{shared}), or write folder: PATH into the host tier's line, on another file system in memory"
+    )
+    needs = {shared: (what, needed, raising)}
+    if image is not None:
         needs[MEMORY] = what, needed, "train with more ranks on more machines"
         for place in answers.folders:
             ranks = answers.ranks if place == answers.far else here
@@ -381,14 +386,6 @@ def notes_on(answers: Answers, free: Mapping[str, int]) -> Iterator[str]:
                 (KEPT + 1) * image * ranks,
                 "name a larger one, or write a smaller number into its retain",
             )
-    needs[shared] = (
-        what,
-        needed,
-        (
-            "raise it (of a container: docker run --shm-size=SIZE; of a machine: mount -o remount,size=SIZE "
-            f"{shared}), or write folder: PATH into the host tier's line, on another file system in memory"
-        ),
-    )
     for place, (what, needed, help) in needs.items():
         if (left := free.get(place)) is not None and left < needed:
             yield (
