@@ -740,19 +740,14 @@ def _frames(settings: Config, watcher: Watcher, metrics: Sequence[str] | None) -
 def _painter(*, as_json: bool) -> Callable[[RunView], None]:
     """Return what prints a frame: as a line of JSON, over the last one on a terminal, or below it in a file or pipe."""
     console = Console(markup=False, highlight=False, emoji=False)
-
-    def paint(frame: RunView) -> None:
-        if as_json:
-            print_out(to_document(frame.document, frame.problems) + "\n")
-        elif not at_terminal:
-            print_parts([*frame.shown(), *(f"tierfall: {each}" for each in frame.problems), ""])
-        else:
-            _paint(console, frame)
-
-    at_terminal = sys.stdout.isatty() and not console.is_dumb_terminal
-    if at_terminal and not as_json:
-        print_out(CLEAR)
-    return paint
+    if as_json:
+        return lambda frame: print_out(to_document(frame.document, frame.problems) + "\n")
+    if not sys.stdout.isatty() or console.is_dumb_terminal:
+        return lambda frame: print_parts(
+            [*frame.shown(), *(f"tierfall: {problem}" for problem in frame.problems), ""]
+        )
+    print_out(CLEAR)
+    return partial(_paint, console)
 
 
 def _paint(console: Console, frame: RunView) -> None:
