@@ -41,7 +41,7 @@ from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address
 from tierfall.core.format.catalog import KnownCheckpoint, merge, to_view
 from tierfall.core.runtime.run_lock import LockOwner
-from tierfall.core.types.errors import ConfigError, TierfallError
+from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.text import format_some, hint_at, members
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind
@@ -317,12 +317,7 @@ def load_settings_of_all(asked: Asked, *, doing: str = "") -> Config:
             f"{doing}: a folder or an address is only read; name the YAML file of the run by --config",
             Exit.USAGE,
         )
-    try:
-        return (
-            config_of_place(source, asked.run) if is_place else load_config(source, run=asked.run)
-        )
-    except ConfigError as error:
-        refuse(error, Exit.USAGE)
+    return config_of_place(source, asked.run) if is_place else load_config(source, run=asked.run)
 
 
 def name_other_runs(settings: Config) -> str:
