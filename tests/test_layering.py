@@ -77,7 +77,7 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_111,
     ("tierfall/ops",): 3_196,
     ("tierfall/telemetry",): 1_757,
-    ("tierfall/cli",): 3_562,
+    ("tierfall/cli",): 3_557,
     ("tierfall/integrations",): 2_929,
     ("tierfall/imports", "tierfall/export"): 2_754,
     ("tierfall/plan",): 177,
