@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tierfall.cli.init import (
+    MEMORY,
     Answers,
     capacity_bytes,
     notes_on,
@@ -26,7 +27,7 @@ ANSWERS = Answers(
     every=600.0,
     lose=3600.0,
 )
-ROOMY = dict.fromkeys(("/dev/shm", "memory", "/local/checkpoints", "/lustre/checkpoints"), 1 << 50)
+ROOMY = dict.fromkeys(("/dev/shm", MEMORY, "/local/checkpoints", "/lustre/checkpoints"), 1 << 50)
 
 
 def settings(answers: Answers, free: dict[str, int] = ROOMY):  # type: ignore[no-untyped-def]
@@ -64,8 +65,8 @@ def test_far_tier_gets_copies_so_often_that_no_more_is_lost(
     [
         ({**ROOMY, "/dev/shm": 64 << 20}, r"/dev/shm is too small: .*--shm-size"),
         (
-            {**ROOMY, "memory": 20 * GIB},
-            "memory is too small: two images need 28.7 GiB, 20 GiB",
+            {**ROOMY, MEMORY: 20 * GIB},
+            f"{MEMORY} is too small: two images need 28.7 GiB, 20 GiB",
         ),
         (
             {**ROOMY, "/local/checkpoints": 50 * GIB},
@@ -79,6 +80,6 @@ def test_what_is_too_small_is_named_with_what_is_needed(free: dict[str, int], no
 
 
 def test_the_first_save_decides_about_memory_that_has_no_room_for_two_images() -> None:
-    little = {**ROOMY, "memory": 16 * GIB}
+    little = {**ROOMY, MEMORY: 16 * GIB}
     assert capacity_bytes(ANSWERS, little) is None
     assert settings(ANSWERS, little).host.capacity_bytes is None

@@ -33,7 +33,7 @@ BYTES_A_PARAMETER = 14
 KEPT = 3
 RANKS_A_MACHINE = 8
 """So many ranks are taken to share a machine, where there are more."""
-MEMORY = "memory"
+MEMORY = "the memory of this machine"
 _MIB, _GIB = 1 << 20, 1 << 30
 TEMPLATE = """\
 # Where the checkpoints of this run go. Written by tierfall init; change what you like.
