@@ -25,7 +25,7 @@ from tests.forked import Forked, server_of
 from tests.forked import run as run_forked
 from tests.steps import wait_until
 from tierfall.demo import picture, story
-from tierfall.demo.story import Demo, DemoError, Line, Trainer, play
+from tierfall.demo.story import Demo, DemoError, Line, Trainer
 
 EVERY = 2
 STEPS = EVERY * story.SAVES
@@ -33,7 +33,9 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def run(folder: Path | None, **options: Any) -> None:
-    play(folder, **{"every": 1, "s3": False, "picture": None, "as_json": False, **options})
+    story.demo(
+        folder, **{"steps": story.SAVES, "s3": False, "picture": None, "as_json": False, **options}
+    )
 
 
 class Process(Forked):
@@ -82,7 +84,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(told):
         patch.setattr(picture, "draw", keep)
         patch.setattr(story, "subprocess", FORKING)
-        run(folder, every=EVERY, as_json=True)
+        run(folder, steps=STEPS, as_json=True)
     return Shown(folder, told.getvalue(), json.loads(out.getvalue()), *drawn[0])
 
 

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 import tierfall
 from tierfall.cli import app
-from tierfall.cli.init import FreeSpace
 from tierfall.cli.usage import GROUPS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -33,9 +32,6 @@ _BLOCK = re.compile(r"(?:<!-- before: (\w+) -->\n)?```console\n(.*?)```", re.DOT
 _TIME = re.compile(r"\b\d+(\.\d+)? (d \d+ h|h \d+ min|min \d+ s|ms|s|min|h)\b")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _UNIT = re.compile(r"\bN ([KMGT]iB|[kMGT]?B/s)")
-ROOMY = FreeSpace(
-    memory_folder="/dev/shm", shared_memory_bytes=1 << 40, memory_bytes=1 << 40, disks={}
-)
 # What depends on the medium that a test has.
 _CACHED = "no direct I/O, so reads may come from the page cache"
 
@@ -168,7 +164,7 @@ def test_every_example_prints_what_the_page_shows(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: NODE)
-    monkeypatch.setattr("tierfall.cli.init.measure_free", lambda *_: ROOMY)
+    monkeypatch.setattr("tierfall.cli.init.measure_free", lambda *_: {"/dev/shm": 1 << 40})
     monkeypatch.setattr("tierfall.ops.measure._free_bytes", lambda folder: 67 << 30)
     played = 0
     stage = Stage(tmp_path, memory)

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from tierfall.cli.init import (
+    MEMORY,
     Answers,
-    FreeSpace,
     capacity_bytes,
     notes_on,
     write_first_file,
@@ -27,15 +27,10 @@ ANSWERS = Answers(
     every=600.0,
     lose=3600.0,
 )
-ROOMY = FreeSpace(
-    memory_folder="/dev/shm",
-    shared_memory_bytes=1 << 50,
-    memory_bytes=1 << 50,
-    disks={"/local/checkpoints": 1 << 50, "/lustre/checkpoints": 1 << 50},
-)
+ROOMY = dict.fromkeys(("/dev/shm", MEMORY, "/local/checkpoints", "/lustre/checkpoints"), 1 << 50)
 
 
-def settings(answers: Answers, free: FreeSpace = ROOMY):  # type: ignore[no-untyped-def]
+def settings(answers: Answers, free: dict[str, int] = ROOMY):  # type: ignore[no-untyped-def]
     return load_config(yaml.safe_load(write_first_file(answers, free)))
 
 
@@ -68,26 +63,23 @@ def test_far_tier_gets_copies_so_often_that_no_more_is_lost(
 @pytest.mark.parametrize(
     ("free", "note"),
     [
-        (replace(ROOMY, shared_memory_bytes=64 << 20), r"/dev/shm is too small: .*--shm-size"),
+        ({**ROOMY, "/dev/shm": 64 << 20}, r"/dev/shm is too small: .*--shm-size"),
         (
-            replace(ROOMY, memory_bytes=20 * GIB),
-            "memory is short: two images need 28.7 GiB, 20 GiB",
+            {**ROOMY, MEMORY: 20 * GIB},
+            f"{MEMORY} is too small: two images need 28.7 GiB, 20 GiB",
         ),
         (
-            replace(ROOMY, disks={"/local/checkpoints": 50 * GIB}),
+            {**ROOMY, "/local/checkpoints": 50 * GIB},
             "/local/checkpoints is too small: .* 52.2 GiB, 50 GiB are free",
         ),
     ],
 )
-def test_what_is_too_small_is_named_with_what_is_needed(free: FreeSpace, note: str) -> None:
+def test_what_is_too_small_is_named_with_what_is_needed(free: dict[str, int], note: str) -> None:
     (found,) = notes_on(ANSWERS, free)
     assert re.match(note, found), found
 
 
-def test_little_memory_gets_room_for_one_image_or_none() -> None:
-    one = replace(ROOMY, memory_bytes=16 * GIB)
-    assert (capacity_bytes(ANSWERS, one) or 0) < 16 * GIB
-    assert "Room for one" in write_first_file(ANSWERS, one)
-    none = replace(ROOMY, memory_bytes=GIB)
-    assert capacity_bytes(ANSWERS, none) is None
-    assert settings(ANSWERS, none).host.capacity_bytes is None
+def test_the_first_save_decides_about_memory_that_has_no_room_for_two_images() -> None:
+    little = {**ROOMY, MEMORY: 16 * GIB}
+    assert capacity_bytes(ANSWERS, little) is None
+    assert settings(ANSWERS, little).host.capacity_bytes is None

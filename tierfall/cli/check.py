@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rich.console import Console
-from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
+    Part,
     RunFacts,
     cell,
     counted,
@@ -123,9 +123,8 @@ def _report_loss_bounds(
 
 def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes: int) -> None:
     right = ("WRITE", "READ", "ROUND TRIP", "FREE", "CAPACITY")
-    made = table("TIER", "KIND", *right, "PLACE", right=right)
-    for tier in tiers:
-        made.add_row(
+    rows = [
+        (
             tier.name,
             str(tier.kind),
             cell(tier.write_bytes_per_second, format_rate),
@@ -135,7 +134,9 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
             cell(tier.capacity_bytes, format_size),
             tier.place,
         )
-    answer.show(made)
+        for tier in tiers
+    ]
+    answer.show(table(("TIER", "KIND", *right, "PLACE"), rows, right))
     for tier in tiers:
         if tier.durable is not None:
             answer.show(f"{tier.name}: {', '.join(_guarantees(tier))}")
@@ -328,7 +329,7 @@ def _kept(tier: SteadyTier) -> str:
     return f"{tier.kept or ''} {grows}".strip() or "0"
 
 
-def _shown(made: Sequence[SteadyTier], load: Workload, source: str) -> list[Table | str]:
+def _shown(made: Sequence[SteadyTier], load: Workload, source: str) -> list[Part]:
     of = (
         ""
         if load.ranks == 1
@@ -336,9 +337,8 @@ def _shown(made: Sequence[SteadyTier], load: Workload, source: str) -> list[Tabl
     )
     head = f"with a save every {format_duration(load.save_every_s)} of {format_size(load.image_bytes)}{of} ({source}):"
     right = ("COPY", "EVERY", "TAKES", "BUSY", "KEPT", "AT MOST", "FULL AFTER", "LOSES AT MOST")
-    rows = table("TIER", *right, right=right)
-    for tier in made:
-        rows.add_row(
+    rows = [
+        (
             tier.name,
             format_size(tier.copy_bytes),
             format_duration(tier.every_s),
@@ -349,4 +349,7 @@ def _shown(made: Sequence[SteadyTier], load: Workload, source: str) -> list[Tabl
             cell(tier.full_s, format_duration),
             cell(tier.lost_s, format_duration),
         )
-    return [head, rows, *(f"{tier.name}: {reason}" for tier in made for reason in tier.reasons)]
+        for tier in made
+    ]
+    shown = table(("TIER", *right), rows, right)
+    return [head, shown, *(f"{tier.name}: {reason}" for tier in made for reason in tier.reasons)]

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
+    Part,
     RunFacts,
     check_ownerless,
     check_tier,
-    coloured,
     counted,
     document_of,
     load_settings,
@@ -304,17 +303,13 @@ def _is_dropped(decision: Decision, pruned: commands.PruneResult) -> bool:
     return decision.verdict is Verdict.DROP and decision not in pruned.left
 
 
-def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | str]:
+def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Part]:
     drops = [d for d in pruned.decisions if _is_dropped(d, pruned)]
-    made = table("TIER", "STEP", "SIZE", "DECISION", "REASON", right=("STEP", "SIZE"))
-    for decision in pruned.decisions:
-        made.add_row(
-            decision.tier,
-            str(decision.checkpoint),
-            format_size(decision.bytes),
-            str(decision.verdict),
-            decision.reason,
-        )
+    rows = [
+        (d.tier, str(d.checkpoint), format_size(d.bytes), str(d.verdict), d.reason)
+        for d in pruned.decisions
+    ]
+    made = table(("TIER", "STEP", "SIZE", "DECISION", "REASON"), rows, ("STEP", "SIZE"))
     verb = "would be dropped" if dry_run else "dropped"
     of = f"of {counted(len(pruned.decisions), 'copy', 'copies')} {verb}"
     summary = (
@@ -579,17 +574,13 @@ def _answer_verify(
     }
     if repairs is not None:
         answer.document["repairs"] = [members(r) | {"file": r.file or None} for r in repairs]
-    made = table("STEP", "TIER", "CHUNKS", "SIZE", "RESULT", right=("STEP", "CHUNKS", "SIZE"))
-    for copy in sorted(report.copies, key=lambda c: c.id):
-        made.add_row(
-            str(copy.id),
-            copy.tier,
-            str(copy.chunks),
-            format_size(copy.bytes),
-            coloured(_verdict(copy)),
-        )
-    if report.copies:
-        answer.show(made)
+    rows = [
+        (str(copy.id), copy.tier, str(copy.chunks), format_size(copy.bytes), _verdict(copy))
+        for copy in sorted(report.copies, key=lambda c: c.id)
+    ]
+    if rows:
+        right = ("STEP", "CHUNKS", "SIZE")
+        answer.show(table(("STEP", "TIER", "CHUNKS", "SIZE", "RESULT"), rows, right))
     answer.show(*(f"note: {note}" for note in report.notes))
     total = format_size(sum(copy.bytes for copy in report.copies))
     newer = sum(finding.newer for finding in report.findings)

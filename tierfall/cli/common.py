@@ -24,7 +24,6 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress, TransferSpeedColumn
-from rich.table import Table
 from rich.text import Text
 
 from tierfall.cli.usage import (
@@ -42,14 +41,13 @@ from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address
 from tierfall.core.format.catalog import KnownCheckpoint, merge, to_view
 from tierfall.core.runtime.run_lock import LockOwner
-from tierfall.core.types.errors import ConfigError, StepError, TierfallError
+from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.text import format_some, hint_at, members
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.ops.commands import (
     Watch,
-    find,
     restorable,
     unread,
     view_of,
@@ -65,9 +63,11 @@ from tierfall.telemetry.figures import Statistics
 from tierfall.telemetry.reports import CheckpointInfo, CopyInfo, format_unread
 
 T = TypeVar("T")
-Part = Table | Text | str
+Part = Text | str
 """What a person is shown: a table, or lines."""
 PIPED_WIDTH = 10_000
+GLUE = "\xa0"
+"""Stands for a space at which no line ends."""
 REMARKS = "REMARKS"
 _STYLES = {
     "damaged": "bold red",
@@ -123,7 +123,7 @@ class CommandOutput:
     def finish(self) -> None:
         """Print everything; problems end the command."""
         if not self.as_json:
-            _print(self._shown)
+            print_parts(self._shown)
         if self.problems:
             raise CommandRefused(self.problems, document=self.document)
         if self.as_json:
@@ -140,7 +140,7 @@ def screen_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
 
 
-def _print(parts: Iterable[Part]) -> None:
+def print_parts(parts: Iterable[Part]) -> None:
     """Print for a person. A terminal gets lines that end between words; a file or a pipe gets no line breaks by width,
     and no spaces at the ends of lines."""
     at_terminal = sys.stdout.isatty()
@@ -169,18 +169,10 @@ def _wrapped(text: str, width: int) -> str:
     )
 
 
-def coloured(state: str) -> Text:
-    """Return the state of a copy in its colour."""
-    found = _STATE.match(state)
-    return Text(state, style=_STYLES[found[0]] if found else "")
-
-
-def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """Return a table without rules; the columns in ``right`` are aligned to the right."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
+def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> Text:
+    """Return a table without rules, and without columns that are empty; those in ``right`` are aligned to the right,
+    states of copies have their colour."""
+    return _styled(_aligned(names, [*rows], right))
 
 
 def checkpoints_table(
@@ -221,8 +213,13 @@ def checkpoints_table(
     drawn = _aligned((*wide_head, *metrics, REMARKS), wide, right)
     if max(map(len, drawn)) > screen_width():
         drawn = _aligned((*narrow_head, REMARKS), narrow, right)
-    text = Text(_wrapped("\n".join(drawn), screen_width()))
-    text.stylize("bold", 0, len(drawn[0]))
+    return _styled(drawn)
+
+
+def _styled(drawn: Sequence[str]) -> Text:
+    lines = [_wrapped(line, screen_width()).replace(GLUE, " ") for line in drawn]
+    text = Text("\n".join(lines))
+    text.stylize("bold", 0, len(lines[0]))
     text.highlight_regex(_STATE, lambda state: _STYLES[state])
     return text
 
@@ -230,13 +227,16 @@ def checkpoints_table(
 def _aligned(
     names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]
 ) -> list[str]:
-    """Return the lines of a table, without columns that are empty: not a Table, as rich takes a second for a thousand
-    rows."""
-    columns = [(name, *cells) for name, *cells in zip(names, *rows, strict=True) if any(cells)]
+    """Return the lines of a table: rich's own takes a second for a thousand rows. Where a line is too long, it ends
+    between two columns, or between the words of one that is aligned to the left."""
+    columns = [each for each in zip(names, *rows, strict=True) if any(each[1:]) or not rows]
     padded = []
     for column in columns:
-        pad, width = str.rjust if column[0] in right else str.ljust, max(map(len, column))
-        padded.append([pad(cell, width) for cell in column])
+        width = max(map(len, column))
+        if column[0] in right:
+            padded.append([cell.replace(" ", GLUE).rjust(width) for cell in column])
+        else:
+            padded.append([cell.ljust(width) for cell in column])
     return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
@@ -317,12 +317,7 @@ def load_settings_of_all(asked: Asked, *, doing: str = "") -> Config:
             f"{doing}: a folder or an address is only read; name the YAML file of the run by --config",
             Exit.USAGE,
         )
-    try:
-        return (
-            config_of_place(source, asked.run) if is_place else load_config(source, run=asked.run)
-        )
-    except ConfigError as error:
-        refuse(error, Exit.USAGE)
+    return config_of_place(source, asked.run) if is_place else load_config(source, run=asked.run)
 
 
 def name_other_runs(settings: Config) -> str:
@@ -504,30 +499,41 @@ class RunFacts:
     def find(
         self, answer: CommandOutput, name: StepName, tier: str | None = None, *, doing: str
     ) -> KnownCheckpoint:
-        """Find the checkpoint that STEP names, on ``tier`` if one is given; if it is not there, end the command and
-        name the tiers that could not be read."""
+        """Find the checkpoint that STEP names, on ``tier`` if one is given: without an attempt, that of the live
+        lineage. If it is not there, or an unread tier may hold a later ``latest``, end the command, and name the tiers
+        that could not be read."""
         known = [c for c in self.known if tier is None or tier in c.copies]
         silent = {name: error for name, error in self.unread.items() if tier in (None, name)}
-        try:
-            if name.step is not None:
-                return find(known, name.step, name.attempt, doing=doing, unread=silent)
-            found = _find_latest(known, silent, doing)
-        except StepError as error:
+        lost, newest = ", ".join(silent), None
+        if name.step is None:
+            newest = next(iter(restorable(known)), None)
+            fitting = [c for c in known if c.id == newest and not silent]
+            problem = "the run has no step that can be restored"
+            if silent:
+                seen = f"; of the others it is {newest}" if newest else ""
+                problem = f"{lost} may hold a later step than the others{seen}: name it"
+        else:
+            of_step = [c for c in known if c.id.step == name.step]
+            fitting = [
+                c
+                for c in of_step
+                if c.id.attempt == name.attempt or (name.attempt is None and not c.abandoned)
+            ]
+            which = f"step {name.step}"
+            which += "" if name.attempt is None else f" of attempt {name.attempt}"
+            where, are = "is not there", "steps are"
+            if silent:
+                where = f"is on none of the tiers that could be read, and may be on {lost}"
+                are = "that could be seen are"
+            there = ", ".join(f"{c.id}{' (abandoned)' if c.abandoned else ''}" for c in of_step)
+            last = ", ".join(str(c.id) for c in known[-8:])
+            seen = f"the newest {are} {last}" if known else "there is no other"
+            if of_step:
+                seen = f"there is {there}: name it with its attempt"
+            problem = f"{which} {where}; {seen}"
+        if not fitting:
             answer.note_unread(silent)
-            answer.refuse(error)
-        self.note_newer(answer, found.id)
-        return found
-
-
-def _find_latest(
-    known: Sequence[KnownCheckpoint], unread: Iterable[str], doing: str
-) -> KnownCheckpoint:
-    """Find the newest checkpoint that can be restored; StepError if there is none, or if a tier that could not be read
-    may hold a newer one."""
-    newest = restorable(known)
-    if silent := ", ".join(unread):
-        seen = f"; of the others it is {newest[0]}" if newest else ""
-        raise StepError(f"{doing}: {silent} may hold a later step than the others{seen}: name it")
-    if not newest:
-        raise StepError(f"{doing}: the run has no step that can be restored")
-    return next(c for c in known if c.id == newest[0])
+            answer.refuse(f"{doing}: {problem}")
+        if name.step is None:
+            self.note_newer(answer, newest)
+        return fitting[-1]

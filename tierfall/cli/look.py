@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tierfall.cli.common import (
@@ -23,7 +22,6 @@ from tierfall.cli.common import (
     RunFacts,
     cell,
     checkpoints_table,
-    coloured,
     counted,
     describe_new,
     document_of,
@@ -33,6 +31,7 @@ from tierfall.cli.common import (
     name_other_runs,
     of_this_user,
     owner_members,
+    print_parts,
     rough_duration,
     table,
     with_tier,
@@ -130,9 +129,8 @@ def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
     answer.note_unread(unread)
     found = [_describe_run(answer, settings, name) for name in names]
     right = ("STEPS", "LATEST", "AGE", "SIZE")
-    made = table("RUN", *right, "TIERS", "OWNER", right=right)
-    for one in found:
-        made.add_row(
+    rows = [
+        (
             one["run"],
             str(one["checkpoints"]),
             "-" if one["step"] is None else f"{one['step']}@{one['attempt']}",
@@ -141,19 +139,20 @@ def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
             ", ".join(one["tiers"]) or "-",
             f"process {one['owner']['pid']}" if one["owner"] else "-",
         )
-    if found:
-        answer.show(made)
+        for one in found
+    ]
+    if rows:
+        answer.show(table(("RUN", *right, "TIERS", "OWNER"), rows, right))
     answer.show((counted(len(found), "run", "runs") if found else "no run") + format_unread(unread))
     return found
 
 
-def _memory_of_node(held: Sequence[HeldMemory], *, below: bool) -> Iterable[Table | str]:
+def _memory_of_node(held: Sequence[HeldMemory], *, below: bool) -> Iterable[Part]:
     if below:
         yield ""
     right = ("STEPS", "SIZE", "FOR OTHERS")
-    made = table("IN MEMORY HERE", *right, "OWNER", "FILE", right=right)
-    for one in held:
-        made.add_row(
+    rows = [
+        (
             one.run,
             "?" if one.problems and not one.checkpoints else str(len(one.checkpoints)),
             format_size(one.bytes),
@@ -161,7 +160,9 @@ def _memory_of_node(held: Sequence[HeldMemory], *, below: bool) -> Iterable[Tabl
             "no trainer" if one.owner is None else one.owner.process,
             one.file or "-",
         )
-    yield made
+        for one in held
+    ]
+    yield table(("IN MEMORY HERE", *right, "OWNER", "FILE"), rows, right)
     if any(one.owner is None for one in held):
         yield "'tierfall drain --all' flushes what no trainer owns, --discard frees it"
 
@@ -326,72 +327,61 @@ def _in_full(
     info: CheckpointInfo,
     manifests: Sequence[dict[str, Any]],
     files: dict[str, dict[str, int]],
-) -> Iterable[Table | str]:
-    yield _head(facts, checkpoint, info)
+) -> Iterable[Part]:
+    told = _head(facts, checkpoint, info)
+    yield from (f"{name:<15}{value}" for name, value in told.items() if value)
     yield ""
-    copies = table("COPY", "STATE", "SIZE", "RETENTION", right=("SIZE",))
-    for tier, copy in checkpoint.copies.items():
-        decision = facts.decision(tier, checkpoint.id)
-        copies.add_row(
-            tier,
-            coloured(copy.label),
-            format_size(copy.bytes),
-            f"{decision.verdict}: {decision.reason}",
-        )
-    yield copies
+    decisions = [facts.decision(tier, checkpoint.id) for tier in checkpoint.copies]
+    copies = [
+        (tier, copy.label, format_size(copy.bytes), f"{decided.verdict}: {decided.reason}")
+        for (tier, copy), decided in zip(checkpoint.copies.items(), decisions, strict=True)
+    ]
+    yield table(("COPY", "STATE", "SIZE", "RETENTION"), copies, ("SIZE",))
     for manifest in manifests:
         yield ""
         yield from _manifest_lines(manifest)
     if named := sorted({name for found in files.values() for name in found}):
+        sizes = [[cell(of.get(name), format_size) for of in files.values()] for name in named]
         yield ""
-        made = table("FILE", *files, right=files)
-        for name in named:
-            made.add_row(name, *(cell(found.get(name), format_size) for found in files.values()))
-        yield made
+        rows = [(name, *of_file) for name, of_file in zip(named, sizes, strict=True)]
+        yield table(("FILE", *files), rows, files)
 
 
-def _head(facts: RunFacts, checkpoint: KnownCheckpoint, info: CheckpointInfo) -> Table:
-    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    commit = checkpoint.commit
-    made.add_row("step", str(info.step))
-    made.add_row("attempt", str(info.attempt))
+def _head(facts: RunFacts, checkpoint: KnownCheckpoint, info: CheckpointInfo) -> dict[str, str]:
+    """Return what is told of a step, by name; empty, if there is nothing to tell."""
+    told, commit = {"step": str(info.step), "attempt": str(info.attempt)}, checkpoint.commit
     if commit is not None:
         start = commit.lineage.started_from
         begun = "started from nothing" if start is None else f"continued from {start}"
-        made.add_row(
-            "lineage", f"checkpoint {commit.lineage.ordinal} of this training, which {begun}"
-        )
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.wall_time_s))
         age = format_duration(round(max(0.0, facts.wall_time_s - commit.wall_time_s)))
-        made.add_row("saved", f"{at}, {age} ago")
-        made.add_row(
-            "by", f"{', '.join(commit.nodes)} ({counted(commit.world_size, 'rank', 'ranks')})"
-        )
-    made.add_row("size", format_size(info.bytes))
-    if info.metrics:
-        made.add_row(
-            "metrics", ", ".join(f"{k} {format_metric(v)}" for k, v in info.metrics.items())
-        )
-    if info.remarks:
-        made.add_row("remarks", ", ".join(info.remarks))
-    if info.owed:
-        made.add_row("still owed to", ", ".join(info.owed))
-    return made
+        ranks = counted(commit.world_size, "rank", "ranks")
+        told |= {
+            "lineage": f"checkpoint {commit.lineage.ordinal} of this training, which {begun}",
+            "saved": f"{at}, {age} ago",
+            "by": f"{', '.join(commit.nodes)} ({ranks})",
+        }
+    return told | {
+        "size": format_size(info.bytes),
+        "metrics": ", ".join(f"{k} {format_metric(v)}" for k, v in info.metrics.items()),
+        "remarks": ", ".join(info.remarks),
+        "still owed to": ", ".join(info.owed),
+    }
 
 
-def _manifest_lines(manifest: dict[str, Any]) -> Iterable[Table | str]:
+def _manifest_lines(manifest: dict[str, Any]) -> Iterable[Part]:
     chunks = counted(manifest["chunks"], "chunk", "chunks")
     tensors = counted(len(manifest["tensors"]), "tensor", "tensors")
     yield (
         f"{manifest['shard']}: an image of {format_size(manifest['image_bytes'])} in {chunks} of at most "
         f"{format_size(manifest['chunk_bytes'])}, with {tensors}, the largest:"
     )
-    made = table("TENSOR", "DTYPE", "SHAPE", "SIZE", right=("SIZE",))
     largest = sorted(manifest["tensors"], key=lambda t: (-t["bytes"], t["name"]))
-    for tensor in largest[:LARGEST_SHOWN]:
-        shape = "x".join(map(str, tensor["shape"])) or "scalar"
-        made.add_row(tensor["name"], tensor["dtype"], shape, format_size(tensor["bytes"]))
-    yield made
+    rows = [
+        (t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", format_size(t["bytes"]))
+        for t in largest[:LARGEST_SHOWN]
+    ]
+    yield table(("TENSOR", "DTYPE", "SHAPE", "SIZE"), rows, ("SIZE",))
 
 
 def _files(
@@ -531,15 +521,6 @@ class RunView:
             yield from (_format_event(event) for event in self.snapshot.events[-EVENTS_SHOWN:])
 
 
-def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
-    """Return the frame of a living trainer's status."""
-    return RunView(
-        snapshot=snapshot,
-        status=_with_memory_of_all(status, snapshot),
-        problems=snapshot.problems,
-    )
-
-
 def _with_memory_of_all(status: Status, snapshot: RunSnapshot) -> Status:
     """Count in the first tier, host memory, what all living ranks of this node have there."""
     ranks = [slot.status for slot in snapshot.slots if slot.status is not None and slot.alive]
@@ -552,19 +533,6 @@ def _with_memory_of_all(status: Status, snapshot: RunSnapshot) -> Status:
         capacity_bytes={**found.capacity_bytes, host: capacity or None},
     )
     return status.model_copy(update={"statistics": of_all})
-
-
-def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
-    """Return the frame of a listing of the tiers, where no trainer is alive."""
-    status = RunStatus(
-        run=run,
-        tiers={tier.name: tier.kind for tier in facts.safety.tiers},
-        checkpoints=tuple(facts.checkpoints.values()),
-        checkpoints_known=len(facts.checkpoints),
-        statistics=facts.statistics,
-    )
-    problems = (*snapshot.problems, *facts.problems)
-    return RunView(snapshot=snapshot, status=status, unread=(*facts.unread,), problems=problems)
 
 
 # For programs ----------------------------------------------------------------------------------------
@@ -612,16 +580,16 @@ def _ago(status: Status) -> str:
     return f"{format_duration(round(age_of(status)))} ago"
 
 
-def _tier_table(status: RunStatus) -> Table:
+def _tier_table(status: RunStatus) -> Text:
     """Return the table of tiers: a column for each figure that has a heading."""
     shown = [figure for figure in FIGURES.values() if figure.column]
     right = [figure.column for figure in shown]
-    made = table("TIER", "KIND", *right, right=right)
+    rows = []
     for tier, kind in status.tiers.items():
         found = of_tier(status.statistics, tier)
         cells = [cell(found.get(each.name), partial(format_figure, each)) for each in shown]
-        made.add_row(tier, str(kind), *cells, style="red" if found.get("failing") else None)
-    return made
+        rows.append((tier, str(kind), *cells))
+    return table(("TIER", "KIND", *right), rows, right)
 
 
 def _grid(frame: RunView, rows: int) -> Text:
@@ -638,11 +606,10 @@ def _grid(frame: RunView, rows: int) -> Text:
     )
 
 
-def _transfer_table(transfers: Iterable[TransferStatus]) -> Table:
+def _transfer_table(transfers: Iterable[TransferStatus]) -> Text:
     right = ("DONE", "SIZE", "RATE", "LEFT")
-    made = table("COPY", "TO", "PHASE", *right, right=right)
-    for one in transfers:
-        made.add_row(
+    rows = [
+        (
             f"{one.step}@{one.attempt}",
             one.tier,
             one.phase,
@@ -651,27 +618,26 @@ def _transfer_table(transfers: Iterable[TransferStatus]) -> Table:
             cell(one.bytes_per_s or None, format_rate),
             cell(one.left_s, format_duration),
         )
-    return made
+        for one in transfers
+    ]
+    return table(("COPY", "TO", "PHASE", *right), rows, right)
 
 
-def _slot_table(snapshot: RunSnapshot) -> Table:
-    right = ("SLOT", "RANK", "PROCESS", "SEEN")
-    made = table(*right, "IN MEMORY", "COPIES", right=right)
+def _slot_table(snapshot: RunSnapshot) -> Text:
+    right, rows = ("SLOT", "RANK", "PROCESS", "SEEN"), []
     for slot in snapshot.slots:
-        status = slot.status
-        if status is None:
-            process = "-" if slot.owner is None else str(slot.owner.pid)
-            made.add_row(str(slot.number), "-", process, "-", "-", "-")
-            continue
-        made.add_row(
-            str(slot.number),
-            str(status.rank),
-            str(status.pid) if slot.alive else f"{status.pid} (gone)",
-            _ago(status),
-            format_size(status.statistics.used_bytes.get(next(iter(status.tiers)), 0)),
-            ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
-        )
-    return made
+        status, owner = slot.status, slot.owner
+        told = ("-", "-" if owner is None else str(owner.pid), "-", "-", "-")
+        if status is not None:
+            told = (
+                str(status.rank),
+                str(status.pid) if slot.alive else f"{status.pid} (gone)",
+                _ago(status),
+                format_size(status.statistics.used_bytes.get(next(iter(status.tiers)), 0)),
+                ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
+            )
+        rows.append((str(slot.number), *told))
+    return table((*right, "IN MEMORY", "COPIES"), rows, right)
 
 
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
@@ -698,10 +664,14 @@ def _format_event(event: dict[str, Any]) -> str:
 
 
 def watch(
-    asked: Asked, every: float, once: bool, prometheus: tuple[str, int] | None, metrics: bool
+    every: float,
+    once: bool,
+    prometheus: tuple[str, int] | None,
+    metrics: bool,
+    **shared: Any,
 ) -> None:
     """Show a run live, or one frame of it, or serve its metrics."""
-    settings = load_settings(asked)
+    settings = load_settings(asked := Asked(**shared))
     if once and prometheus is not None:
         refuse(
             "--once and --prometheus: one ends at once, the other goes on; expected one", Exit.USAGE
@@ -710,10 +680,12 @@ def watch(
     if prometheus is not None:
         _serve(asked, watcher, *prometheus, settings.run)
         return
-    names = None if metrics else used_metrics(tier_rules(settings))
-    frames = (replace(frame, metrics=names) for frame in _frames(settings, watcher))
+    frames = _frames(settings, watcher, None if metrics else used_metrics(tier_rules(settings)))
     if once:
-        _once(asked, next(frames))
+        frame = next(frames)
+        answer = CommandOutput(asked, frame.document, [*frame.problems])
+        answer.show(*frame.shown())
+        answer.finish()
         return
     try:
         paint = _painter(as_json=asked.as_json)
@@ -727,7 +699,7 @@ def watch(
 def _serve(asked: Asked, watcher: Watcher, address: str, port: int, run: str) -> None:
     """Serve metrics until Ctrl-C, or until a signal ends the process."""
     server = MetricsServer(address, port, watcher.living_statuses, run=run, where="--prometheus")
-    answer = CommandOutput(asked, document={"run": run, "address": address, "port": port})
+    answer = CommandOutput(asked, {"run": run, "address": address, "port": port})
     answer.show(f"run {run}: /metrics and /healthz are served on port {port}; Ctrl-C ends it")
     answer.finish()
     try:
@@ -739,27 +711,30 @@ def _serve(asked: Asked, watcher: Watcher, address: str, port: int, run: str) ->
         server.close()
 
 
-def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
-    """Give a view per frame: by the status of a living trainer, else by a listing of the tiers every
-    ``LIST_EVERY_S``."""
+def _frames(settings: Config, watcher: Watcher, metrics: Sequence[str] | None) -> Iterator[RunView]:
+    """Give frame by frame: by the status of a living trainer, else by a listing of the tiers every ``LIST_EVERY_S``."""
     facts: RunFacts | None = None
     while True:
         snapshot = watcher.take_snapshot()
+        status: RunStatus
+        unread: tuple[str, ...] = ()
+        problems = snapshot.problems
         if (live := snapshot.live) is not None:
-            facts = None
-            yield view_of_status(live, snapshot)
-            continue
-        if facts is None or snapshot.wall_time_s >= facts.wall_time_s + LIST_EVERY_S:
-            facts = RunFacts.read(settings)
-        yield view_of_facts(settings.run, facts, snapshot)
-
-
-def _once(asked: Asked, frame: RunView) -> None:
-    answer = CommandOutput(asked, document=frame.document)
-    for problem in frame.problems:
-        answer.problem(problem)
-    answer.show(*frame.shown())
-    answer.finish()
+            facts, status = None, _with_memory_of_all(live, snapshot)
+        else:
+            if facts is None or snapshot.wall_time_s >= facts.wall_time_s + LIST_EVERY_S:
+                facts = RunFacts.read(settings)
+            status = RunStatus(
+                run=settings.run,
+                tiers={tier.name: tier.kind for tier in facts.safety.tiers},
+                checkpoints=tuple(facts.checkpoints.values()),
+                checkpoints_known=len(facts.checkpoints),
+                statistics=facts.statistics,
+            )
+            unread, problems = (*facts.unread,), (*problems, *facts.problems)
+        yield RunView(
+            snapshot=snapshot, status=status, unread=unread, problems=problems, metrics=metrics
+        )
 
 
 def _painter(*, as_json: bool) -> Callable[[RunView], None]:
@@ -768,15 +743,11 @@ def _painter(*, as_json: bool) -> Callable[[RunView], None]:
     if as_json:
         return lambda frame: print_out(to_document(frame.document, frame.problems) + "\n")
     if not sys.stdout.isatty() or console.is_dumb_terminal:
-        return _print_below
+        return lambda frame: print_parts(
+            [*frame.shown(), *(f"tierfall: {problem}" for problem in frame.problems), ""]
+        )
     print_out(CLEAR)
     return partial(_paint, console)
-
-
-def _print_below(frame: RunView) -> None:
-    answer = CommandOutput(Asked())
-    answer.show(*frame.shown(), *(f"tierfall: {problem}" for problem in frame.problems), "")
-    answer.finish()
 
 
 def _paint(console: Console, frame: RunView) -> None:

@@ -392,9 +392,9 @@ def prepare(given: Path | None, every: int, *, s3: bool, stack: ExitStack) -> Pa
     return config
 
 
-def play(folder: Path | None, *, every: int, s3: bool, picture: Path | None, as_json: bool) -> None:
-    """Play the demo with a save every so many steps, and print its report. Raises typer.Exit if an act fails."""
-    console = Console(stderr=as_json, highlight=False)
+def demo(folder: Path | None, *, steps: int, s3: bool, picture: Path | None, as_json: bool) -> None:
+    """Play the demo of at least so many steps, and print its report. Raises typer.Exit if an act fails."""
+    console, every = Console(stderr=as_json, highlight=False), -(-steps // SAVES)
     began_s, facts = time.monotonic(), {"ok": True, "problems": []}
     try:
         with ExitStack() as stack:
@@ -403,12 +403,12 @@ def play(folder: Path | None, *, every: int, s3: bool, picture: Path | None, as_
             is_usable = path.suffix == ".png" and path.absolute().parent.is_dir()
             wrong = f"{path}: name a .png in a folder that is there"
             expect(is_usable and not path.is_dir(), wrong)
-            demo = Demo(config.parent, config, console, stack, every, SAVES * every)
-            facts |= demo.play(path)
-            demo.say(f"  the demo took {format_duration(time.monotonic() - began_s)}", "")
+            acts = Demo(config.parent, config, console, stack, every, SAVES * every)
+            facts |= acts.play(path)
+            acts.say(f"  the demo took {format_duration(time.monotonic() - began_s)}", "")
             if not s3:  # its server has ended
                 look = escape(f"tierfall ls --config {(folder or Path('DIR')) / 'tiers.yaml'}")
-                demo.say(f"[bold]tierfall demo DIR[/bold] keeps the files; look at them: {look}")
+                acts.say(f"[bold]tierfall demo DIR[/bold] keeps the files; look at them: {look}")
     except (DemoError, OSError, RuntimeError, ConfigError) as error:
         console.print(f"\n[red]The demo failed:[/red] {escape(str(error))}", soft_wrap=True)
         facts = {"ok": False, "problems": [str(error)]}

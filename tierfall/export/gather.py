@@ -22,7 +22,6 @@ from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.tree import (
-    CodecNode,
     ConflictNode,
     MapNode,
     Node,
@@ -30,11 +29,9 @@ from tierfall.core.image.tree import (
     QuantizedNode,
     TensorNode,
     ValueNode,
-    WrapperNode,
     leaves,
     names_above,
     positions_of,
-    walk,
 )
 from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.restore.reshard import BlockReads, bytes_identity
@@ -315,23 +312,9 @@ class _FirstRank:
         return found
 
 
-def _form(header: ImageHeader, node: Node) -> list[Any]:
+def _form(header: ImageHeader, node: Node) -> Any:
     """The structure of a leaf, and its values: equal on two ranks if at most the bytes of tensors differ."""
-    form: list[Any] = []
-    for each in walk(node):
-        own: Any = None
-        match each:
-            case ValueNode():
-                own = json.dumps(header.values[each.number], sort_keys=True)
-            case CodecNode():
-                own = each.name
-            case WrapperNode():
-                own = each.class_name
-            case QuantizedNode():
-                own = each.scheme, each.axis
-        names = [name for name, _ in each.named("")]
-        form.append((type(each), own, names, len(each.own_positions())))
-    return form
+    return _rewritten(node, lambda _: 0, lambda n: json.dumps(header.values[n], sort_keys=True))
 
 
 # Moving entries --------------------------------------------------------------------------------------
@@ -352,7 +335,7 @@ def _with_own(
         tensors.append(replace(stored, name=f"{key}.{rank}.{stored.name}", piece=None))
     root: dict[str, Any] = {}
     for name, node in own:
-        _insert(root, name, _reindexed(node, moved))
+        _insert(root, name, _rewritten(node, moved.__getitem__))
     entry = (key, MapNode("dict", ((str(rank), _tree(root)),)))
     tree = replace(header.tree, entries=(*header.tree.entries, entry))
     return replace(header, tensors=tuple(tensors), tree=tree)
@@ -379,20 +362,23 @@ def _tree(entries: Mapping[str, Any]) -> MapNode:
     )
 
 
-def _reindexed(part: Any, positions: Mapping[int, int]) -> Any:
-    """A part of a tree with its tensors at other positions."""
+def _rewritten(
+    part: Any, position: Callable[[int], int], number: Callable[[int], Any] = lambda number: number
+) -> Any:
+    """A part of a tree with other positions of tensors, and numbers of values."""
     match part:
         case TensorNode():
-            return TensorNode(positions[part.position])
+            return TensorNode(position(part.position))
         case ValueNode():
-            return replace(part, blobs=tuple(positions[blob] for blob in part.blobs))
+            return ValueNode(number(part.number), tuple(map(position, part.blobs)))
         case PiecesNode():
-            return PiecesNode(tuple(positions[position] for position in part.positions))
+            return PiecesNode(tuple(map(position, part.positions)))
         case QuantizedNode():
-            part = replace(part, position=positions[part.position])
+            part = replace(part, position=position(part.position))
     if type(part) is tuple:
-        return tuple(_reindexed(each, positions) for each in part)
+        return tuple(_rewritten(each, position, number) for each in part)
     if not isinstance(part, Node):
         return part
     inside = {each.name: getattr(part, each.name) for each in fields(part)}
-    return replace(part, **{name: _reindexed(each, positions) for name, each in inside.items()})
+    new = {name: _rewritten(each, position, number) for name, each in inside.items()}
+    return replace(part, **new)

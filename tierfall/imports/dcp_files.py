@@ -14,8 +14,7 @@ import math
 import os
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ import torch
 
 from tierfall.core.format.documents import sha256
 from tierfall.core.tensors import dtypes
-from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
-from tierfall.imports.sources import check_file, unreadable
-from tierfall.imports.torch_files import load_plain
+from tierfall.core.types.errors import ConfigError, IntegrityError
+from tierfall.imports.sources import check_file, load_plain, reading
 
 _Offset = tuple[int, ...]
 
@@ -38,7 +36,7 @@ class DcpFolder:
         """Raises ConfigError and IntegrityError, as ``_read_metadata`` does, and for files that are missing."""
         self._folder = folder
         self._tensors: dict[int, tuple[str, TensorRecord]] = {}
-        with self._checked():
+        with reading(self._folder / ".metadata", "is malformed"):
             self._metadata, self.digest = _read_metadata(folder / ".metadata")
             self._records = _records_of(self._metadata)
             records = [record for found in self._records.values() for record in found.values()]
@@ -50,32 +48,18 @@ class DcpFolder:
             raise ConfigError(
                 f"import: {self._folder}: its .metadata names {file!r:.80}, outside of it"
             )
-        try:
+        with reading(self._folder / file):
             check_file(self._folder / file)
-        except OSError as error:
-            raise unreadable(self._folder / file, error) from error
-
-    @contextmanager
-    def _checked(self) -> Iterator[None]:
-        """Turn what a malformed .metadata raises into an IntegrityError."""
-        try:
-            yield
-        except TierfallError:
-            raise
-        except Exception as error:  # whatever its bytes lead to
-            raise IntegrityError(
-                f"import: {self._folder}: its .metadata is malformed: {error}"
-            ) from error
 
     def state(self) -> dict[str, Any]:
         """Return all entries, nested as they were saved. Raises as the constructor does."""
-        with self._checked():
+        with reading(self._folder / ".metadata", "is malformed"):
             flat = {name: self.entry(name) for name in self._metadata.state_dict_metadata}
             return _nested(flat, self._metadata.planner_data)
 
     def entry(self, name: str) -> Any:
         """Return the entry of a name: a value, or a tensor. Raises as ``state`` does."""
-        with self._checked():
+        with reading(self._folder / ".metadata", "is malformed"):
             entry = self._metadata.state_dict_metadata[name]
             if isinstance(entry, BytesRecord):
                 return self._load(name, self._records[name][None])
@@ -102,7 +86,7 @@ class DcpFolder:
         entry = self._tensors.get(tensor.data_ptr())
         if entry is None:  # it has no bytes, or has its own already
             return tensor
-        with self._checked():
+        with reading(self._folder / ".metadata", "is malformed"):
             return self._whole(tensor, *entry)
 
     def _whole(self, tensor: torch.Tensor, name: str, entry: TensorRecord) -> torch.Tensor:
@@ -148,12 +132,9 @@ class DcpFolder:
             )
         file = str(record.relative_path)
         path = self._folder / file
-        try:
-            with open(path, "rb") as stream:
-                stream.seek(record.offset)
-                data = stream.read(min(record.length, os.fstat(stream.fileno()).st_size))
-        except OSError as error:
-            raise unreadable(path, error) from error
+        with reading(path), open(path, "rb") as stream:
+            stream.seek(record.offset)
+            data = stream.read(min(record.length, os.fstat(stream.fileno()).st_size))
         return load_plain(io.BytesIO(data), f"import: {self._folder}: {name} in {file}")
 
 
@@ -281,21 +262,17 @@ class _Unpickler(pickle._Unpickler):
 def _read_metadata(path: Path) -> tuple[MetadataRecord, str]:
     """Read DCP's metadata, and return it with the digest of its bytes. Raises ConfigError where it names anything but
     DCP's own classes, IntegrityError where it is damaged."""
-    try:
+    with reading(path):
         size = path.stat().st_size
         if size > _BYTES_MAX:
             raise ConfigError(
                 f"import: {path} has {size} bytes, more than the limit of {_BYTES_MAX}"
             )
         data = path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        found = _Unpickler(io.BytesIO(data)).load()
-    except ConfigError as error:
-        raise ConfigError(f"import: {path}: {error}") from None
-    except Exception as error:
-        raise IntegrityError(f"import: {path} is damaged: {str(error)[:200]}") from error
+        try:
+            found = _Unpickler(io.BytesIO(data)).load()
+        except ConfigError as error:
+            raise ConfigError(f"import: {path}: {error}") from None
     if not isinstance(found, MetadataRecord) or not isinstance(
         getattr(found, "state_dict_metadata", None), dict
     ):

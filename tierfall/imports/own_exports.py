@@ -26,7 +26,7 @@ from tierfall.core.tensors import names
 from tierfall.core.types.errors import ConfigError, IntegrityError
 from tierfall.export.structure import CARRIED, PLACES, WRITTEN_WITH, Structure
 from tierfall.imports.dcp_files import DcpFolder
-from tierfall.imports.torch_files import zip_members
+from tierfall.imports.sources import zip_members
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a member of a zip file: the lengths of the name and the field that follow it."""

@@ -114,38 +114,6 @@ def unread(listings: Iterable[Listing]) -> dict[str, TierfallError]:
     return {x.tier: x.error for x in listings if x.error is not None}
 
 
-def find(
-    known: Sequence[KnownCheckpoint],
-    step: int,
-    attempt: int | None,
-    *,
-    doing: str,
-    unread: Iterable[str] = (),
-) -> KnownCheckpoint:
-    """Return the checkpoint that a person named; without an attempt, that of the live lineage.
-
-    Raises StepError where none fits. It does not call a step absent that one of the tiers ``unread`` may hold.
-    """
-    of_step = [c for c in known if c.id.step == step]
-    if attempt is None:
-        fitting = [c for c in of_step if not c.abandoned]
-    else:
-        fitting = [c for c in of_step if c.id.attempt == attempt]
-    if fitting:
-        return fitting[-1]
-    which = f"step {step}" + ("" if attempt is None else f" of attempt {attempt}")
-    not_there, known_are = "is not there", "steps are"
-    if missing := ", ".join(unread):
-        not_there = f"is on none of the tiers that could be read, and may be on {missing}"
-        known_are = "that could be seen are"
-    if of_step:
-        there = ", ".join(f"{c.id}{' (abandoned)' if c.abandoned else ''}" for c in of_step)
-        raise StepError(f"{doing}: {which} {not_there}; there is {there}: name it with its attempt")
-    newest = ", ".join(str(c.id) for c in known[-8:])
-    seen = f"the newest {known_are} {newest}" if known else "there is no other"
-    raise StepError(f"{doing}: {which} {not_there}; {seen}")
-
-
 def restorable(known: Sequence[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
     """Return the checkpoints that can be restored, newest first. Memory counts if it has the images of all ranks."""
     whole = [
