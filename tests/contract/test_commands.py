@@ -183,19 +183,6 @@ def test_what_is_piped_has_neither_colours_nor_trailing_spaces_unless_they_are_a
 # Which file, which run --------------------------------------------------------------------------------
 
 
-def test_the_file_is_named_by_the_option_the_variable_or_the_working_folder(
-    two: Place, tmp_path: Path
-) -> None:
-    named, here = str(two.yaml), two.root
-    assert tierfall_command("latest", "-c", named).out == "2@1\n"
-    assert tierfall_command("latest", TIERFALL_CONFIG=named).out == "2@1\n"
-    assert tierfall_command("latest", cwd=here).out == "2@1\n"
-    missing = tierfall_command("latest", cwd=tmp_path)
-    assert (missing.code, missing.out) == (2, "")
-    assert "--config" in missing.err
-    assert "TIERFALL_CONFIG" in missing.err
-
-
 @pytest.mark.parametrize(
     ("text", "place"),
     [

@@ -44,22 +44,6 @@ def test_prune_never_deletes_the_newest_from_each_of_two_tiers(place: Place) -> 
     assert place.cli("latest").out == "1500@1\n"
 
 
-def test_a_pin_protects_on_every_tier_until_it_is_removed(place: Place) -> None:
-    place.config(disk={}, far={})
-    save(place, 1, 2, 3)
-    assert place.cli("pin", "1").out == "pinned 1@1 on disk, far\n"
-    assert place.json("pin", "1@1")["done"] == ["disk", "far"]
-    assert pinned(place) == [1]
-    place.config(disk={"retain": {"last": 1}}, far={"retain": {"last": 1}})
-    save(place, 4)
-    place.cli("prune")
-    assert (place.steps("disk"), place.steps("far")) == ([1, 4], [1, 4])
-    assert place.cli("unpin", "1").out == "unpinned 1@1 on disk, far\n"
-    assert pinned(place) == []
-    place.cli("prune")
-    assert (place.steps("disk"), place.steps("far")) == ([4], [4])
-
-
 def test_a_step_without_a_good_copy_is_pinned_and_that_is_a_failure(place: Place) -> None:
     place.config()
     save(place, 1, 2)
@@ -308,15 +292,6 @@ def test_prune_deletes_a_damaged_copy_where_it_would_delete_a_whole_one(place: P
     assert "damaged" in next(d["reason"] for d in planned if d["step"] == 1)
     place.cli("prune")
     assert [*place.ls()] == ["2@1", "3@1", "4@1"]
-
-
-def test_prune_says_that_no_checkpoint_has_the_metric_of_best(place: Place) -> None:
-    place.config()
-    save(place, 1, 2)
-    place.config(disk={"retain": {"best": {"metric": "accuracy", "mode": "max", "count": 1}}})
-    (note,) = place.json("prune", "--dry-run")["notes"]
-    assert "accuracy" in note
-    assert "loss" in note
 
 
 # forget ----------------------------------------------------------------------------------------------------

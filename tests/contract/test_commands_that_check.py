@@ -88,15 +88,6 @@ def test_records_of_attempts_and_latest_are_checked_and_mended(copies: Place) ->
     assert {name: d for name, d in files_below(run).items() if name in before} == before
 
 
-def test_a_missing_file_and_one_of_another_length_are_damage(copies: Place) -> None:
-    (folder_of(copies, 1) / MANIFEST).unlink()
-    with (folder_of(copies, 2) / IMAGE).open("ab") as image:
-        image.write(b"more")
-    assert {(one["step"], one["file"]) for one in damage(copies)} == {(1, MANIFEST), (2, IMAGE)}
-    copies.cli("verify", "--repair")
-    assert copies.steps("disk") == [1, 2]
-
-
 def test_damage_in_every_copy_is_past_repair_and_changes_nothing(copies: Place) -> None:
     for tier in ("disk", "far"):
         flip(folder_of(copies, 1, tier) / IMAGE, -1)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from tests.contract.faulty import Faulty
 from tests.contract.kit import (
     Place,
     blank,
-    equal,
     files_below,
     state_of,
     step_in,
@@ -529,10 +527,3 @@ def test_a_folder_without_a_commit_record_is_no_checkpoint(place: Place, two: Pa
         assert step_in(state) == 1
         ckpt.save(2, state_of(2), block=True)
         wait_until(lambda: not two.exists(), "what was unfinished is collected")
-
-
-def test_a_step_folder_that_is_copied_below_its_runs_name_loads(place: Place, two: Path) -> None:
-    shutil.copytree(two, place.root / "elsewhere/run" / two.name)
-    assert step_in(tierfall.load(place.root / "elsewhere/run" / two.name)) == 2
-    assert step_in(tierfall.load(place.root / "elsewhere/run" / two.name / IMAGE)) == 2
-    assert equal(tierfall.load(two)["w"], state_of(2)["w"])

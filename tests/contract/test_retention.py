@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from typing import Any
 
 import pytest
@@ -14,13 +13,12 @@ from tests.contract.kit import (
     Place,
     Program,
     blank,
-    files_below,
     flip_a_bit,
     state_of,
     step_in,
     wait_until,
 )
-from tierfall.errors import ConfigError, StepError, TierfallError
+from tierfall.errors import StepError, TierfallError
 
 SOON_S = 10.0
 Save = dict[str, Any]
@@ -361,78 +359,7 @@ def test_a_purge_of_the_newest_is_found_before_older_ones_go(place: Place) -> No
         assert step_in(tierfall.load(place.folders()[0])) == 1
 
 
-def test_what_was_left_behind_goes_whatever_the_rules_say_unless_it_is_pinned(
-    place: Place,
-) -> None:
-    """After a restore of an older step and a save, the later steps of the old lineage are abandoned."""
-    place.config()
-    place.save(1, 2, 3, 4)
-    with place.open() as ckpt:
-        ckpt.pin(3)
-        assert ckpt.restore(blank(), step=1) is not None
-        assert [c.step for c in ckpt.checkpoints() if c.abandoned] == []
-        ckpt.save(2, state_of(2), block=True)
-        wait_until(lambda: len(ckpt.checkpoints()) == 3, "they go")
-        found = [(c.step, c.attempt, c.abandoned) for c in ckpt.checkpoints()]
-        assert found == [(1, 1, False), (2, 2, False), (3, 1, True)]
-    state = blank()
-    with place.open() as ckpt:
-        report = ckpt.restore(state)
-        assert report is not None
-        assert (report.step, report.attempt, step_in(state)) == (2, 2, 2)
-        with pytest.raises(TierfallError, match="3"):
-            ckpt.restore(blank(), step=3)
-        assert ckpt.restore(state, step=3, attempt=1) is not None
-        assert step_in(state) == 3
-
-
 # Prune -----------------------------------------------------------------------------------------------
-
-
-def test_a_dry_run_prints_what_a_real_one_does(place: Place) -> None:
-    place.config()
-    place.save(1, 2, 3)
-    place.config(disk={"retain": {"last": 1}})
-    before = files_below(place.root / "disk")
-    planned = place.json("prune", "--dry-run")
-    assert files_below(place.root / "disk") == before
-    done = place.json("prune")
-    keys = ("step", "attempt", "tier", "verdict", "reason")
-    assert [[d[k] for k in keys] for d in planned["decisions"]] == [
-        [d[k] for k in keys] for d in done["decisions"]
-    ]
-    assert [(d["step"], d["verdict"]) for d in done["decisions"]] == [
-        (1, "drop"),
-        (2, "drop"),
-        (3, "keep"),
-    ]
-    assert all(d["reason"] for d in done["decisions"])
-    assert place.steps() == [3]
-
-
-def test_a_checkpointer_prunes_with_the_same_reasons(place: Place) -> None:
-    place.config(disk={"retain": {"last": 1}})
-    with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-            ckpt.pin(step)
-        verdicts = [(d.checkpoint.step, d.verdict, d.tier) for d in ckpt.prune(dry_run=True)]
-        assert verdicts == [(1, "keep", "disk"), (2, "keep", "disk")]
-        assert "pinned" in next(iter(ckpt.prune())).reason
-
-
-def test_a_deletion_is_never_half_done_for_a_reader(place: Place) -> None:
-    """A step that goes is deleted record first: no folder has a record and lacks what it names."""
-    place.config(disk={"retain": {"last": 1}})
-    with place.open() as ckpt:
-        for step in range(1, 12):
-            ckpt.save(step, state_of(step), block=True)
-            for folder in place.folders():
-                if (folder / "commit.json").exists() and not (
-                    folder / "rank-00000-of-00001.safetensors"
-                ).exists():
-                    assert not (folder / "commit.json").exists()
-    assert place.steps() == [11]
 
 
 def test_deleting_reaches_every_tier_and_memory(place: Place) -> None:
@@ -444,10 +371,3 @@ def test_deleting_reaches_every_tier_and_memory(place: Place) -> None:
         assert [c.step for c in ckpt.checkpoints()] == [1]
     assert place.ls().keys() == {"1@1"}
     assert place.steps("disk") == place.steps("pfs") == [1]
-
-
-def test_a_rule_that_is_none_is_refused_with_the_nearest(place: Place) -> None:
-    place.config(disk={"retain": {"lst": 3}})
-    with pytest.raises(ConfigError, match=r'retain\.lst: .*"last"'):
-        place.open()
-    shutil.rmtree(place.root / "disk", ignore_errors=True)

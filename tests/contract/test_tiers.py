@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from tests.contract.kit import (
     training_state,
     wait_until,
 )
-from tierfall.errors import CapacityError, ConfigError, RestoreError
+from tierfall.errors import CapacityError, ConfigError
 
 SOON_S = 20.0
 SLOW = {"bandwidth": "10kB/s"}
@@ -127,28 +126,6 @@ def test_every_tier_of_a_chain_restores_alone(place: Place) -> None:
     for tier in ("a", "b", "c"):
         alone = tierfall.load(place.root / tier)
         assert equal(dict(alone["model"]), dict(state["model"].state_dict()))
-
-
-def test_a_restore_reads_the_fastest_tier_that_has_the_step(place: Place) -> None:
-    place.config(fast={}, slow={})
-    place.save(1, 2)
-    assert restored(place) == (2, {"fast"})
-    shutil.rmtree(place.folders("fast")[1])
-    assert restored(place, unreachable="ignore") == (2, {"slow"})
-
-
-def test_what_each_failure_would_cost_follows_from_kind_and_shared(place: Place) -> None:
-    """A folder survives the process; a shared one the node. No tier here survives the site."""
-    place.config(disk={}, pfs={"shared": True, "flush": {"every": 2}})
-    with place.open() as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
-        ckpt.drain()
-        assert ckpt.statistics().newest == {"process": 3, "node": 2, "site": None}
-    answer = place.cli("ls")
-    assert "process dies: 3@1 is left, on disk" in answer.out
-    assert "machine dies: 2@1 is left, on pfs" in answer.out
-    assert "site is lost: nothing is left" in answer.out
 
 
 def test_several_runs_share_tiers_and_leave_each_other_alone(place: Place) -> None:
@@ -439,14 +416,3 @@ def test_an_address_that_is_none_is_refused_with_what_to_write(place: Place) -> 
             place.open()
         assert "store" in str(raised.value) or "tiers[1]" in str(raised.value)
         assert "secret@" not in str(raised.value)
-
-
-def test_a_step_that_a_tier_does_not_have_is_not_read_from_another(place: Place) -> None:
-    place.config(a={}, b={"flush": {"every": 2}})
-    place.save(1, 2, 3)
-    with place.open() as ckpt:
-        with pytest.raises(RestoreError, match=r"(?s)3.*b|b.*3"):
-            ckpt.restore(blank(), step=3, tier="b")
-        report = ckpt.restore(blank(), tier="b")
-        assert report is not None
-        assert report.step == 2
