@@ -33,6 +33,8 @@ from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 ELEMENTS = 20_000
+IMAGE = "rank-00000-of-00001.safetensors"
+MANIFEST = "rank-00000-of-00001.json"
 
 
 # States ----------------------------------------------------------------------------------------------
@@ -360,8 +362,13 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def flip_a_bit(path: Path, at: int = -1) -> None:
-    """Change one bit of a file, as a bad medium does; ``at`` -1: in the last byte."""
+def folder_of(place: Place, step: int, tier: str = "disk", attempt: int = 1) -> Path:
+    """The folder of a checkpoint."""
+    return place.root / tier / "run" / f"step-{step:08d}-a{attempt:04d}"
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change one bit of a file, as a bad medium does; an offset below 0 counts from its end."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)

@@ -22,10 +22,12 @@ import tierfall
 from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
+    IMAGE,
+    MANIFEST,
     Place,
     blank,
     files_below,
-    flip_a_bit,
+    flip,
     state_of,
     step_in,
     wait_until,
@@ -33,8 +35,6 @@ from tests.contract.kit import (
 from tierfall.errors import ConfigError, FencedError, LockError, RestoreError, TierfallError
 
 SOON_S = 20.0
-IMAGE = "rank-00000-of-00001.safetensors"
-MANIFEST = "rank-00000-of-00001.json"
 FILES = (IMAGE, MANIFEST, "commit.json")
 
 
@@ -183,8 +183,8 @@ def test_a_program_that_ends_without_closing_loses_nothing(place: Place) -> None
 # Damage ----------------------------------------------------------------------------------------------
 
 
-def flip(path: Path) -> None:
-    flip_a_bit(path, path.stat().st_size // 2)
+def change(path: Path) -> None:
+    flip(path, path.stat().st_size // 2)
 
 
 def cut(path: Path) -> None:
@@ -205,7 +205,7 @@ def remove(path: Path) -> None:
 
 def test_damage_of_one_copy_is_read_around_and_mended_by_a_command(place: Place) -> None:
     """Each file of a checkpoint, harmed in each way: a step for each."""
-    harms = [(harm, file) for harm in (flip, cut, lengthen, empty, remove) for file in FILES]
+    harms = [(harm, file) for harm in (change, cut, lengthen, empty, remove) for file in FILES]
     harms.remove((remove, "commit.json"))  # that is no checkpoint
     place.config(host={"capacity": "200KiB"}, disk={}, pfs={})
     place.save(*range(1, len(harms) + 2))
@@ -229,7 +229,7 @@ def test_chunks_of_two_damaged_copies_make_one_state(place: Place) -> None:
     place.config(disk={}, pfs={}, chunk="16KiB")
     place.save(1)
     for tier, at in (("disk", -1), ("pfs", -70_000)):
-        flip_a_bit(place.folders(tier)[0] / IMAGE, at)
+        flip(place.folders(tier)[0] / IMAGE, at)
     report = restore(place)
     assert report is not None
     assert report.fallbacks
@@ -245,11 +245,11 @@ def test_any_flipped_bit_of_a_checkpoint_is_found(place: Place) -> None:
     for name in FILES:
         size = len(whole[name])
         for at in {0, 9, size // 3, size // 2, size - 2}:
-            flip_a_bit(folder / name, at)
+            flip(folder / name, at)
             with pytest.raises((RestoreError, TierfallError)):
                 tierfall.load(folder)
             (folder / name).write_bytes(whole[name])
-    flip_a_bit(folder / IMAGE)
+    flip(folder / IMAGE)
     found = place.json("verify", code=1)
     assert any(IMAGE in problem for problem in found["problems"])
 
@@ -277,7 +277,7 @@ def test_a_copy_that_a_load_finds_damaged_counts_for_nothing_from_then_on(place:
     with place.open() as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_of(step), block=True)
-    flip_a_bit(place.folders()[1] / IMAGE)
+    flip(place.folders()[1] / IMAGE)
     with place.open() as ckpt:
         assert step_of(restore_in(ckpt)) == 1
         ckpt.save(3, state_of(3), block=True)

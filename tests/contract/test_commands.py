@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import tierfall
-from tests.contract.kit import Place, new_place, state_of, tierfall_command, wait_until
-from tests.contract.trainer import files_below, save
+from tests.contract.kit import Place, files_below, new_place, state_of, tierfall_command, wait_until
+from tests.contract.trainer import save
 
 COMMANDS = (
     *("init", "ls", "latest", "runs", "show", "check", "verify", "export", "import", "copy"),

@@ -21,12 +21,14 @@ from tests.contract.kit import (
     Log,
     Place,
     blank,
+    files_below,
+    folder_of,
     state_of,
     step_in,
     tierfall_command,
     wait_until,
 )
-from tests.contract.trainer import Trainer, files_below, folder_of, save, trainers
+from tests.contract.trainer import Trainer, save, trainers
 
 SLOW = {"bandwidth": "4kB/s"}
 """A tier that has not finished a copy when the trainer is killed."""

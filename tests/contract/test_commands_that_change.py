@@ -11,15 +11,19 @@ import pytest
 import torch
 
 from tests.contract.kit import (
+    IMAGE,
     Place,
     Program,
     blank,
+    files_below,
+    flip,
+    folder_of,
     state_of,
     step_in,
     tierfall_command,
     wait_until,
 )
-from tests.contract.trainer import IMAGE, files_below, flip, folder_of, save
+from tests.contract.trainer import save
 
 ALL = ("rm", "--run", "run", "--all")
 

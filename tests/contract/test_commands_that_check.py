@@ -10,8 +10,20 @@ import pytest
 import yaml
 
 import tierfall
-from tests.contract.kit import Answer, Place, blank, state_of, step_in, tierfall_command
-from tests.contract.trainer import IMAGE, MANIFEST, files_below, flip, folder_of, save
+from tests.contract.kit import (
+    IMAGE,
+    MANIFEST,
+    Answer,
+    Place,
+    blank,
+    files_below,
+    flip,
+    folder_of,
+    state_of,
+    step_in,
+    tierfall_command,
+)
+from tests.contract.trainer import save
 
 
 @pytest.fixture

@@ -11,8 +11,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.kit import Place, blank, new_place, state_of, step_in, training_state
-from tests.contract.trainer import IMAGE, MANIFEST, files_below, flip, folder_of, save
+from tests.contract.kit import (
+    IMAGE,
+    MANIFEST,
+    Place,
+    blank,
+    files_below,
+    flip,
+    folder_of,
+    new_place,
+    state_of,
+    step_in,
+    training_state,
+)
+from tests.contract.trainer import save
 
 
 @pytest.fixture(scope="module")

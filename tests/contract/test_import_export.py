@@ -25,8 +25,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import tierfall
-from tests.contract.kit import Place, Program, equal, new_place, wait_until
-from tests.contract.trainer import IMAGE, files_below, flip, folder_of, save
+from tests.contract.kit import (
+    IMAGE,
+    Place,
+    Program,
+    equal,
+    files_below,
+    flip,
+    folder_of,
+    new_place,
+    wait_until,
+)
+from tests.contract.trainer import save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

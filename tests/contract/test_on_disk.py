@@ -21,6 +21,8 @@ import tierfall
 from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
+    IMAGE,
+    MANIFEST,
     Place,
     blank,
     files_below,
@@ -33,8 +35,6 @@ from tierfall.errors import RestoreError
 
 SOON_S = 20.0
 CHUNK = 64 * 1024
-IMAGE = "rank-00000-of-00001.safetensors"
-MANIFEST = "rank-00000-of-00001.json"
 
 
 def document(path: Path) -> dict[str, Any]:

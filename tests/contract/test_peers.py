@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from tests.contract import of_ranks
-from tests.contract.kit import Answer, Crew, Raised, crew, tierfall_command
-from tests.contract.trainer import flip
+from tests.contract.kit import Answer, Crew, Raised, crew, flip, tierfall_command
 
 SELDOM = {"flush": {"every": 100}}
 TWO = {"copies": 2}

@@ -20,8 +20,7 @@ from safetensors import safe_open
 
 import tierfall
 from tests.contract import of_ranks
-from tests.contract.kit import Crew, Raised, crew, equal, tierfall_command, wait_until
-from tests.contract.trainer import flip
+from tests.contract.kit import Crew, Raised, crew, equal, flip, tierfall_command, wait_until
 from tierfall.errors import LockError
 
 SELDOM = {"flush": {"every": 100}}

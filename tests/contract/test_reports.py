@@ -26,16 +26,7 @@ import torch
 import tierfall
 from tests.contract import faulty
 from tests.contract.faulty import Faulty
-from tests.contract.kit import (
-    ROOT,
-    Log,
-    Place,
-    blank,
-    new_place,
-    state_of,
-    step_in,
-    wait_until,
-)
+from tests.contract.kit import ROOT, Log, Place, blank, new_place, state_of, step_in, wait_until
 from tierfall.errors import CaptureError, ConfigError, RestoreError, TierfallError
 
 SOON_S = 20.0

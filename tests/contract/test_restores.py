@@ -19,10 +19,14 @@ import tierfall
 from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
+    IMAGE,
+    MANIFEST,
     Log,
     Place,
     blank,
     equal,
+    flip,
+    folder_of,
     new_place,
     state_of,
     step_in,
@@ -31,20 +35,6 @@ from tests.contract.kit import (
     wait_until,
 )
 from tierfall.errors import ConfigError, RestoreError, StepError
-
-SHARD = "rank-00000-of-00001.safetensors"
-MANIFEST = "rank-00000-of-00001.json"
-
-
-def folder_of(place: Place, step: int, tier: str = "disk") -> Path:
-    (found,) = (place.root / tier / "run").glob(f"step-{step:08d}-*")
-    return found
-
-
-def flip(file: Path, at: int = -5) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
 
 
 def restored(ckpt: tierfall.Checkpointer, **how: Any) -> tuple[tierfall.RestoreReport, int]:
@@ -204,7 +194,7 @@ def with_pfs(pair: Place, two_steps: Path) -> None:
 
 def test_a_damaged_chunk_is_read_from_the_next_tier(pair: Place, two_steps: Path) -> None:
     with_pfs(pair, two_steps)
-    flip(folder_of(pair, 2) / SHARD)
+    flip(folder_of(pair, 2) / IMAGE)
     with pair.open() as ckpt:
         report, step = restored(ckpt)
         assert (report.step, step) == (2, 2)
@@ -220,7 +210,7 @@ def test_a_damaged_chunk_that_the_page_cache_has_is_read_from_the_next_tier(plac
     place.config(host={"capacity": "8MiB"}, disk={}, pfs={}, chunk="1MiB")
     with place.open() as ckpt:
         ckpt.save(2, state_of(2, elements=600_000), block=True)
-    shard = folder_of(place, 2) / SHARD
+    shard = folder_of(place, 2) / IMAGE
     flip(shard, -1_000_000)
     shard.read_bytes()
     state = blank(elements=600_000)
@@ -233,7 +223,7 @@ def test_a_damaged_chunk_that_the_page_cache_has_is_read_from_the_next_tier(plac
 
 def test_a_restore_from_one_tier_reads_no_other(pair: Place, two_steps: Path) -> None:
     with_pfs(pair, two_steps)
-    flip(folder_of(pair, 2) / SHARD)
+    flip(folder_of(pair, 2) / IMAGE)
     with pair.open() as ckpt:
         with pytest.raises(RestoreError, match=r"disk.*2@1|2@1.*disk"):
             ckpt.restore(blank(), step=2, tier="disk")
@@ -243,14 +233,14 @@ def test_a_restore_from_one_tier_reads_no_other(pair: Place, two_steps: Path) ->
 
 
 def _cut(folder: Path) -> None:
-    with (folder / SHARD).open("r+b") as file:
+    with (folder / IMAGE).open("r+b") as file:
         file.truncate(70_000)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "a bit of the values": lambda folder: flip(folder / SHARD),
-    "a bit of the header": lambda folder: flip(folder / SHARD, 20),
-    "the image is gone": lambda folder: (folder / SHARD).unlink(),
+    "a bit of the values": lambda folder: flip(folder / IMAGE),
+    "a bit of the header": lambda folder: flip(folder / IMAGE, 20),
+    "the image is gone": lambda folder: (folder / IMAGE).unlink(),
     "the image is short": _cut,
     "the manifest is gone": lambda folder: (folder / MANIFEST).unlink(),
     "a bit of the manifest": lambda folder: flip(folder / MANIFEST, 100),
@@ -806,7 +796,7 @@ def test_an_older_step_never_leaves_what_a_damaged_newer_one_wrote(place: Place)
     with place.open() as ckpt:
         ckpt.save(1, {"base": base}, block=True)
         ckpt.save(2, {"base": base + 1, "later": later}, block=True)
-    flip(folder_of(place, 2) / SHARD, -3)
+    flip(folder_of(place, 2) / IMAGE, -3)
     state = {"base": torch.zeros(1 << 17), "later": torch.full((1 << 17,), -1.0)}
     with place.open() as ckpt:
         with pytest.raises(RestoreError, match="later"):
@@ -827,7 +817,7 @@ def test_optimizer_state_that_a_damaged_newer_step_added_goes_again(place: Place
         ckpt.save(1, {"model": model, "optimizer": fresh}, block=True)
         train_a_step(model, fresh)
         ckpt.save(2, {"model": model, "optimizer": fresh}, block=True)
-    flip(folder_of(place, 2) / SHARD, -3)
+    flip(folder_of(place, 2) / IMAGE, -3)
     live = training_state(1)["model"]
     optimizer = torch.optim.AdamW(live.parameters())
     with place.open() as ckpt:

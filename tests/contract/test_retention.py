@@ -9,15 +9,7 @@ import pytest
 import torch
 
 import tierfall
-from tests.contract.kit import (
-    Place,
-    Program,
-    blank,
-    flip_a_bit,
-    state_of,
-    step_in,
-    wait_until,
-)
+from tests.contract.kit import IMAGE, Place, Program, blank, flip, state_of, step_in, wait_until
 from tierfall.errors import StepError, TierfallError
 
 SOON_S = 10.0
@@ -329,7 +321,7 @@ def test_a_damaged_newest_is_no_reason_to_delete_an_older_one(place: Place) -> N
     """Of an earlier start: it is read before anything is deleted because of it."""
     place.config(disk={"retain": {"last": 2}}, pfs={"flush": {"every": 100}})
     place.save(1, 2)
-    flip_a_bit(place.folders()[1] / "rank-00000-of-00001.safetensors")
+    flip(place.folders()[1] / IMAGE)
     place.config(disk={"retain": {"last": 1}})
     with place.open() as ckpt:
         report = ckpt.restore(blank(), step=1)
@@ -349,7 +341,7 @@ def test_a_purge_of_the_newest_is_found_before_older_ones_go(place: Place) -> No
     with place.open() as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_of(step), block=True)
-        (place.folders()[1] / "rank-00000-of-00001.safetensors").unlink()
+        (place.folders()[1] / IMAGE).unlink()
         ckpt.save(3, state_of(3), block=True)
         ckpt.drain()
         wait_until(

@@ -21,15 +21,7 @@ from torch import nn
 import tierfall
 from tests.contract import faulty
 from tests.contract.faulty import Faulty
-from tests.contract.kit import (
-    Log,
-    Place,
-    blank,
-    equal,
-    state_of,
-    train_a_step,
-    training_state,
-)
+from tests.contract.kit import Log, Place, blank, equal, state_of, train_a_step, training_state
 from tierfall.errors import (
     BackendError,
     CapacityError,

@@ -15,14 +15,7 @@ import pytest
 import yaml
 
 import tierfall
-from tests.contract.kit import (
-    ROOT,
-    Place,
-    blank,
-    state_of,
-    step_in,
-    wait_until,
-)
+from tests.contract.kit import ROOT, Place, blank, state_of, step_in, wait_until
 from tierfall.errors import ConfigError
 
 SOON_S = 20.0

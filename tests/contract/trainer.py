@@ -5,29 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tests.contract.kit import Place, Program, state_of, wait_until
-
-IMAGE = "rank-00000-of-00001.safetensors"
-MANIFEST = "rank-00000-of-00001.json"
-
-
-def flip(path: Path, offset: int) -> None:
-    """Flip one bit of a file; an offset below 0 counts from its end."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
-def files_below(root: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its relative name."""
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-
-def folder_of(place: Place, step: int, tier: str = "disk", attempt: int = 1) -> Path:
-    return place.root / tier / "run" / f"step-{step:08d}-a{attempt:04d}"
 
 
 def save(place: Place, *steps: int, elements: int = 20_000) -> None:
