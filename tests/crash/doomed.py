@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.distributed import killing
 from tierfall.backends.posix.backend import PosixBackend, PosixWriter
 from tierfall.backends.posix.folders import Folders
 from tierfall.core.capture.copier import ImageCopier
@@ -295,27 +296,9 @@ POINTS = {**CAPTURE, **FLUSH, **COMMIT, **PRUNE, **ADOPTION, **SUPERSEDE}
 def stop_at(name: str, call: int, tell: Callable[[], None]) -> None:
     """Let this process tell, and stand still for ever, at the ``call``-th call that fits a point."""
     point = POINTS[name]
-    real = getattr(point.owner, point.method)
-    counted = threading.Lock()
-    left = call
 
-    def stop(*args: Any, **more: Any) -> None:
-        nonlocal left
-        if not point.fits(*args, **more):
-            return
-        with counted:
-            left -= 1
-            if left:
-                return
+    def stop() -> None:
         tell()
         threading.Event().wait()
 
-    def stand_in(*args: Any, **more: Any) -> Any:
-        if not point.after:
-            stop(*args, **more)
-        value = real(*args, **more)
-        if point.after:
-            stop(*args, **more)
-        return value
-
-    setattr(point.owner, point.method, stand_in)
+    killing.at(point.owner, point.method, call, stop, after=point.after, fits=point.fits)
