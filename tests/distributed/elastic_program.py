@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import tierfall
+from tests.contract.kit import equal
 from tests.distributed import program
 from tests.distributed.program import RANK
 from tierfall.backends.posix.backend import PosixBackend
@@ -100,7 +101,7 @@ def go_on(
             return {"step": None, "left": left}
         found = {
             "step": report.step,
-            "good": program.same(state, make_state(report.step, mine)),
+            "good": equal(state, make_state(report.step, mine)),
             "tiers": sorted({s.tier for s in report.sources}),
             "left": left,
         }
@@ -132,7 +133,7 @@ def go_on_whole(folder: str, parts: int, **changes: Any) -> Any:
         state = make_state(0, range(parts))
         report = ckpt.restore(state)
         assert report is not None
-        good = program.same(state, make_state(report.step, range(parts)))
+        good = equal(state, make_state(report.step, range(parts)))
         tiers = sorted({s.tier for s in report.sources})
         return {"step": report.step, "good": good, "tiers": tiers}
 

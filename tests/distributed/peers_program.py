@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 import tierfall
+from tests.contract import of_ranks
+from tests.contract.kit import equal
 from tests.distributed import killing, program
-from tests.distributed.program import NODE, RANK, main, same
+from tests.distributed.program import NODE, RANK, main
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.errors import FlushError
 from tierfall.tiers import host
@@ -24,58 +26,21 @@ from tierfall.tiers.peer_requests import PeerClient
 
 
 def config(folder: str, **changes: Any) -> dict[str, Any]:
-    root = Path(folder)
-    peer = changes.pop("peers", {})
-    return {
+    """That of the contract's ranks; the wait is that of a loaded machine, for all to start."""
+    given = {
         "run": "many",
-        "max_wait": "30s",  # of a loaded machine, for all to start
-        "chunk": "64KiB",
+        "max_wait": "30s",
         "interval": {"at_end": False, "every": 1},
-        "tiers": [
-            {
-                "name": "host",
-                "kind": "host",
-                "folder": str(root / f"memory-{NODE}"),
-                **changes.pop("host", {}),
-            },
-            {
-                "name": "peers",
-                "kind": "peer",
-                "path": str(root / f"peers-{NODE}"),
-                **peer,
-            },
-            {
-                "name": "pfs",
-                "kind": "file",
-                "path": str(root / "pfs"),
-                "shared": True,
-                "flush": {"every": 100},
-                **changes.pop("pfs", {}),
-            },
-        ],
+        "peers": {},
         **changes,
+        "pfs": {"flush": {"every": 100}, **changes.get("pfs", {})},
     }
+    return of_ranks.config(folder, NODE, **given)
 
 
 def make_state(step: int) -> dict[str, Any]:
     """The state of ``program``, and a tensor that is the same on all ranks."""
     return {**program.make_state(step), "step": torch.full((1,), float(step))}
-
-
-def train(folder: str, steps: list[int], wait: str = "", **changes: Any) -> None:
-    """Go on from where the run is, and save these steps to peer memory; then wait to be killed. Step 2 is on the tier
-    ``wait``, too."""
-    dist.init_process_group("gloo")
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        ckpt.restore(make_state(0))
-        for step in steps:
-            handle = ckpt.save(step, make_state(step))
-            ckpt.wait_captured()
-            handle.wait("peers", 30)
-            if wait and step == 2:
-                handle.wait(wait, 30)
-        Path(folder, f"ready-{RANK}").touch()
-        time.sleep(600)
 
 
 def save_and_note(
@@ -128,7 +93,7 @@ def bring_back(
         state = make_state(0)
         restored = ckpt.restore(state)
         assert restored is not None
-        assert same(state, make_state(restored.step))
+        assert equal(state, make_state(restored.step))
         wait_until(lambda: has_again(ckpt, restored.step))
         note(folder, restored.step, "again")
         Path(folder, f"ready-{RANK}").touch()
@@ -159,7 +124,7 @@ def carry_on(
         step = 0 if restored is None else restored.step
         if restored is not None:
             by = int(state["round"])
-            good = same(state, state_of(step, by))
+            good = equal(state, state_of(step, by))
             read = [source.tier for source in restored.sources]
             answer = {"step": step, "round": by, "good": good, "tiers": read}
             Path(folder, f"restored-{round}-{RANK}.new").write_text(json.dumps(answer))
@@ -274,7 +239,7 @@ def resume(folder: str, saves: bool = False, **changes: Any) -> dict[str, Any] |
             handle.wait("peers", 30)
         return {
             "step": report.step,
-            "good": same(state, make_state(report.step)),
+            "good": equal(state, make_state(report.step)),
             "tiers": {source.tier: source.bytes for source in report.sources},
         }
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 import tierfall
+from tests.contract import of_ranks
+from tests.contract.kit import equal
 from tests.distributed import killing
 from tierfall.core.flush.commits import TierCommits
 from tierfall.core.flush.flusher import Flusher
@@ -25,34 +27,12 @@ NODE = os.environ.get("GROUP_RANK") or os.environ["SLURM_NODEID"]
 
 
 def config(folder: str, **changes: Any) -> dict[str, Any]:
-    root = Path(folder)
-    return {
-        "run": "many",
-        "max_wait": changes.pop("max_wait", "60s"),  # of a loaded machine, for all to start
-        "chunk": "64KiB",
-        "tiers": [
-            {
-                "name": "host",
-                "kind": "host",
-                "folder": str(root / f"memory-{NODE}"),
-                **changes.pop("host", {}),
-            },
-            {
-                "name": "nvme",
-                "kind": "file",
-                "path": str(root / f"nvme-{NODE}"),
-                **changes.pop("nvme", {}),
-            },
-            {
-                "name": "pfs",
-                "kind": "file",
-                "path": str(root / "pfs"),
-                "shared": True,
-                **changes.pop("pfs", {}),
-            },
-        ],
-        **changes,
-    }
+    """That of the contract's ranks. What the nodes share of ``nvme``, they find out; the wait is that of a loaded
+    machine, for all to start."""
+    nvme = {"shared": None, **changes.pop("nvme", {})}
+    return of_ranks.config(
+        folder, NODE, **{"run": "many", "max_wait": "60s", "nvme": nvme, **changes}
+    )
 
 
 def make_state(step: int) -> dict[str, Any]:
@@ -63,12 +43,6 @@ def make_state(step: int) -> dict[str, Any]:
         "extra": {"step": step, "rank": RANK},
         "rng": None,
     }
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def train(
@@ -87,7 +61,7 @@ def train(
     with tierfall.open(config(folder, **changes)) as ckpt:
         state = make_state(0)
         report = ckpt.restore(state)
-        if report is not None and not same(state, make_state(report.step)):
+        if report is not None and not equal(state, make_state(report.step)):
             raise AssertionError(f"step {report.step} is not what was saved")
         for step in [s for s in steps if report is None or s > report.step]:
             handle = ckpt.save(step, make_state(step))
