@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, Trainer, flip
+from cli_kit import Cli
 
+from tests.contract.kit import flip
+from tests.contract.trainer import Trainer
 from tierfall.cli import commands
 
 MakeCli = Callable[..., Cli]

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import typer.main
-from cli_kit import Cli, Trainer, flip, run
+from cli_kit import Cli, run
 
 import tierfall
 from tests import json_page
+from tests.contract.kit import flip
+from tests.contract.trainer import Trainer
 from tests.steps import state_of, wait_until
 from tierfall.cli import app
 from tierfall.telemetry.figures import FIGURES
@@ -137,7 +139,7 @@ def test_the_page_has_what_is_printed_beside_a_trainer_and_after_its_death(
 ) -> None:
     cli, page = make_cli(disk={"bandwidth": "100kB/s"}), Page()
     trainer = train(cli)
-    trainer.say("save 1")
+    trainer.program.tell("save 1")
 
     def copying() -> bool:
         document = page.check(cli.json("watch", "--once"), "watch")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, Trainer
+from cli_kit import Cli
 
 import tierfall
+from tests.contract.trainer import Trainer
 from tests.steps import memory_of, state_of
 from tierfall.core.format.records import parse_attempt_record
 from tierfall.policies.placement import place_copies

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, flip, save_on_two_nodes
+from cli_kit import Cli, save_on_two_nodes
 
 import tierfall
+from tests.contract.kit import flip
 from tests.steps import files_below, state_of, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.format import documents

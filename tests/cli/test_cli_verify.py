@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, Trainer, flip, save_on_two_nodes
+from cli_kit import Cli, save_on_two_nodes
 
 import tierfall
+from tests.contract.kit import flip
+from tests.contract.trainer import Trainer
 from tests.steps import state_of, wait_until
 from tierfall.tiers.image_file import IMAGE_START
 

@@ -57,6 +57,17 @@ def step_in(state: Mapping[str, Any]) -> int:
     return step
 
 
+def restored(
+    ckpt: tierfall.Checkpointer, *, elements: int = ELEMENTS, **how: Any
+) -> tierfall.RestoreReport:
+    """Restore into a blank state, and compare its values with the step that the report has."""
+    state = blank(elements=elements)
+    report = ckpt.restore(state, **how)
+    assert report is not None, "there is no checkpoint"
+    assert step_in(state) == report.step
+    return report
+
+
 def training_state(seed: int = 0) -> dict[str, Any]:
     """A model, its optimizer after one step, and a plain value: about 100 KiB."""
     torch.manual_seed(seed)
@@ -201,6 +212,11 @@ class Place:
         with self.open() as ckpt:
             for step in steps:
                 ckpt.save(step, state_of(step), block=True, **words)
+
+    def restored(self, **how: Any) -> tierfall.RestoreReport:
+        """Restore in a start of its own."""
+        with self.open() as ckpt:
+            return restored(ckpt, **how)
 
     def cli(
         self, *words: str, code: int = 0, input: str | None = None, **environment: str

@@ -28,6 +28,7 @@ from tests.contract.kit import (
     blank,
     files_below,
     flip,
+    restored,
     state_of,
     step_in,
     wait_until,
@@ -48,24 +49,6 @@ def with_store(place: Place, store: Faulty, **words: Any) -> None:
     """A chain of memory and the store."""
     rules = words.pop("rules", {})
     place.config(store=store.tier(**rules), plugins=[faulty.__file__], **words)
-
-
-def restore(place: Place, **how: Any) -> tierfall.RestoreReport | None:
-    """Restore in a start of its own, and compare the values with the step that the report has."""
-    with place.open() as ckpt:
-        return restore_in(ckpt, **how)
-
-
-def restore_in(ckpt: tierfall.Checkpointer, **how: Any) -> tierfall.RestoreReport | None:
-    state = blank()
-    report = ckpt.restore(state, **how)
-    assert step_in(state) == (report.step if report else -1)
-    return report
-
-
-def step_of(report: tierfall.RestoreReport | None) -> int:
-    assert report is not None
-    return report.step
 
 
 # Kills -----------------------------------------------------------------------------------------------
@@ -97,8 +80,7 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_reported(place: Place) -> N
             reported = int(program.line().split()[1])
         time.sleep(pause_s)
         program.kill()
-    newest = restore(place)
-    assert step_of(newest) >= reported
+    assert place.restored().step >= reported
     place.cli("drain")
     for tier in ("disk", "pfs"):
         names = {p.name for p in (place.root / tier / "run").glob("step-*/*")}
@@ -131,8 +113,7 @@ def test_a_kill_in_the_middle_of_each_file_of_a_commit(
     program.kill()
     store.heal()
     assert (2 in store.steps()) == (key == "latest")
-    report = restore(place)
-    assert step_of(report) == 2
+    assert place.restored().step == 2
     assert store.steps() == [1, 2]
     assert place.json("verify")["ok"]
 
@@ -157,7 +138,7 @@ def test_a_kill_while_a_checkpoint_is_deleted_leaves_it_whole_or_gone(
     assert store.steps() == [2], "the commit record goes first"
     program.kill()
     store.heal()
-    assert step_of(restore(place)) == 2
+    assert place.restored().step == 2
     assert store.steps() == [2]
     wait_until(lambda: not (store.folder / f"run/step-00000001-a0001/{IMAGE}").exists(), "gone")
 
@@ -176,7 +157,7 @@ def test_a_program_that_ends_without_closing_loses_nothing(place: Place) -> None
         )
         assert answer.code == code, answer.err
         assert "close" in answer.err
-        assert step_of(restore(place)) == 1
+        assert place.restored().step == 1
     assert not [p for p in place.memory.rglob("*") if p.stat().st_size > 100_000]
 
 
@@ -230,8 +211,7 @@ def test_chunks_of_two_damaged_copies_make_one_state(place: Place) -> None:
     place.save(1)
     for tier, at in (("disk", -1), ("pfs", -70_000)):
         flip(place.folders(tier)[0] / IMAGE, at)
-    report = restore(place)
-    assert report is not None
+    report = place.restored()
     assert report.fallbacks
     assert {source.tier for source in report.sources} == {"disk", "pfs"}
 
@@ -267,8 +247,7 @@ def test_a_damaged_image_in_memory_is_read_from_a_tier(place: Place) -> None:
         with path.open("r+b") as file:
             file.seek(at + 100)
             file.write(b"\x7f")
-    report = restore(place)
-    assert report is not None
+    report = place.restored()
     assert "disk" in {source.tier for source in report.sources}
 
 
@@ -279,7 +258,7 @@ def test_a_copy_that_a_load_finds_damaged_counts_for_nothing_from_then_on(place:
             ckpt.save(step, state_of(step), block=True)
     flip(place.folders()[1] / IMAGE)
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt)) == 1
+        assert restored(ckpt).step == 1
         ckpt.save(3, state_of(3), block=True)
         ckpt.save(4, state_of(4), block=True)
         ckpt.drain()
@@ -310,7 +289,7 @@ def test_a_folder_that_is_not_mounted_is_not_a_run_without_checkpoints(
     assert "disk" in place.cli("ls", code=1).err
     shutil.rmtree(place.root / "disk", ignore_errors=True)
     away.rename(place.root / "disk")
-    assert step_of(restore(place)) == 2
+    assert place.restored().step == 2
     assert place.steps() == [1, 2]
 
 
@@ -323,16 +302,15 @@ def test_a_start_without_a_tier_that_may_have_something_newer_must_be_asked_for(
     (place.root / "disk/run/latest").write_text("step-00000001-a0001\n")
     away = (place.root / "pfs").rename(place.root / "away")
     with pytest.raises(RestoreError, match=r"(?s)pfs.*unreachable"):
-        restore(place)
+        place.restored()
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt, unreachable="ignore")) == 1
+        assert restored(ckpt, unreachable="ignore").step == 1
         assert ckpt.save(2, state_of(20)).attempt > 1000
         ckpt.drain(deadline=5)
     away.rename(place.root / "pfs")
     with place.open() as ckpt:
         state = blank()
         report = ckpt.restore(state)
-        assert report is not None
         assert (report.step, step_in({**state, "extra": {"step": 20}})) == (2, 20)
 
 
@@ -350,9 +328,8 @@ def test_what_may_not_be_read_is_neither_passed_over_nor_deleted(
     with place.open() as ckpt:
         with pytest.raises(RestoreError, match=r"(?s)2@1.*unreachable"):
             ckpt.restore(blank())
-        report = restore_in(ckpt, unreachable="ignore")
-        assert step_of(report) == 1
-        assert report is not None
+        report = restored(ckpt, unreachable="ignore")
+        assert report.step == 1
         assert any("2@1" in f"{f.what} {f.id}" for f in report.fallbacks)
         for step in (3, 4):
             ckpt.save(step, state_of(step), block=True)
@@ -402,8 +379,8 @@ def test_a_link_or_a_folder_in_place_of_a_file_is_reported_and_hides_nothing(
     else:
         os.mkfifo(path)
     with pytest.raises(RestoreError, match=r"(?s)2@1.*unreachable"):
-        restore(place)
-    assert step_of(restore(place, unreachable="ignore")) == 1
+        place.restored()
+    assert place.restored(unreachable="ignore").step == 1
     assert moved.exists()
     assert "2@1" in place.cli("latest", code=1).err
 
@@ -417,13 +394,13 @@ def test_what_a_lagging_listing_leaves_out_is_asked_for_by_name(
     with_store(place, store, rules={"retain": {"last": 1}})
     store.set("hide", hidden)
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt)) == 2
+        assert restored(ckpt).step == 2
         ckpt.save(3, state_of(3), block=True)
         ckpt.drain(deadline=0.2)
         if hidden != f"a0001/{IMAGE}":
             assert {1, 2} <= set(store.steps()), "no rule deletes while the listing lags"
     store.heal()
-    assert step_of(restore(place)) == 3
+    assert place.restored().step == 3
 
 
 def test_what_a_listing_shows_and_the_store_calls_absent_could_not_be_read(
@@ -433,9 +410,9 @@ def test_what_a_listing_shows_and_the_store_calls_absent_could_not_be_read(
     place.save(1, 2)
     store.set("absent", f"step-00000002-a0001/{IMAGE}")
     with pytest.raises(RestoreError, match="2@1"):
-        restore(place)
+        place.restored()
     store.heal()
-    assert step_of(restore(place)) == 2
+    assert place.restored().step == 2
 
 
 def test_step_folders_that_were_moved_away_are_missed_by_what_latest_names(place: Place) -> None:
@@ -443,10 +420,10 @@ def test_step_folders_that_were_moved_away_are_missed_by_what_latest_names(place
     place.save(1, 2)
     moved = place.folders()[1].rename(place.root / "moved")
     with pytest.raises(RestoreError, match="2@1"):
-        restore(place)
-    assert step_of(restore(place, unreachable="ignore")) == 1
+        place.restored()
+    assert place.restored(unreachable="ignore").step == 1
     moved.rename(place.root / "disk/run/step-00000002-a0001")
-    assert step_of(restore(place)) == 2
+    assert place.restored().step == 2
 
 
 # A tier that misbehaves ------------------------------------------------------------------------------
@@ -474,7 +451,7 @@ def test_a_store_that_hangs_holds_up_nothing_for_longer_than_max_wait(
     assert float(answer.out.split()[-1]) < 30
     assert "store" in answer.err
     store.heal()
-    assert step_of(restore(place)) == 2
+    assert place.restored().step == 2
     assert store.steps() == [1, 2]
 
 
@@ -491,7 +468,7 @@ def test_a_store_that_loses_what_it_accepts_is_noticed_before_another_copy_goes(
         assert step_in(tierfall.load(store.folder / "run/step-00000001-a0001")) == 1
         store.heal()
         ckpt.save(3, state_of(3), block=True)
-    assert step_of(restore(place)) == 3
+    assert place.restored().step == 3
 
 
 def test_a_folder_that_is_lost_in_mid_run_loses_nothing_and_close_says_where_it_is(
@@ -505,9 +482,8 @@ def test_a_folder_that_is_lost_in_mid_run_loses_nothing_and_close_says_where_it_
         ckpt.save(2, state_of(2)).captured(timeout=SOON_S)
         wait_until(lambda: "2@1 to disk failed" in caplog.text, "it is reported with the cure")
     assert "memory of this machine alone" in caplog.text
-    report = restore(place)
-    assert step_of(report) == 2
-    assert report is not None
+    report = place.restored()
+    assert report.step == 2
     assert {s.tier for s in report.sources} == {"host"}
     assert place.steps()[-1] == 2
 
@@ -559,7 +535,7 @@ def test_a_second_start_on_this_machine_is_refused_and_named(place: Place, train
     ):
         assert place.cli(*command, code=1, input="").err
     first.kill()
-    assert step_of(restore(place)) == 1
+    assert place.restored().step == 1
 
 
 def test_a_stopped_trainer_that_a_newer_start_has_followed_writes_nothing_when_it_wakes(
@@ -576,7 +552,7 @@ def test_a_stopped_trainer_that_a_newer_start_has_followed_writes_nothing_when_i
     place.memory = place.root / "memory of another node"
     place.config(disk={"shared": True, "retain": {"last": 2}})
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt)) == 2
+        assert restored(ckpt).step == 2
         ckpt.save(3, state_of(3), block=True)
         before = {f.name: files_below(f) for f in place.folders()}
         old.signal(signal.SIGCONT)
@@ -586,7 +562,7 @@ def test_a_stopped_trainer_that_a_newer_start_has_followed_writes_nothing_when_i
         ckpt.save(4, state_of(4), block=True)
     found = [(f.name[5:13], f.name[-1]) for f in place.folders()]
     assert found[-1] == ("00000004", "2")
-    assert step_of(restore(place)) == 4
+    assert place.restored().step == 4
 
 
 def test_a_newer_start_fences_an_older_one_in_the_same_job(place: Place, trainer: Any) -> None:
@@ -594,7 +570,7 @@ def test_a_newer_start_fences_an_older_one_in_the_same_job(place: Place, trainer
     place.config(disk={"shared": True})
     place.save(1)
     with place.open() as ckpt:
-        restore_in(ckpt)
+        restored(ckpt)
         memory, place.memory = place.memory, place.root / "other"
         place.config(disk={"shared": True})
         other = trainer()
@@ -612,7 +588,7 @@ def test_a_start_that_was_followed_neither_deletes_nor_pins(place: Place, traine
     place.config(disk={"shared": True})
     place.save(1, 2)
     with place.open() as ckpt:
-        restore_in(ckpt)
+        restored(ckpt)
         memory, place.memory = place.memory, place.root / "other"
         place.config(disk={"shared": True})
         other = trainer()
@@ -625,7 +601,7 @@ def test_a_start_that_was_followed_neither_deletes_nor_pins(place: Place, traine
         assert not any(c["pinned"] for c in place.json("ls")["checkpoints"])
     place.memory = memory
     place.config(disk={"shared": True})
-    assert step_of(restore(place)) == 3
+    assert place.restored().step == 3
     assert place.steps() == [1, 2, 3], "nothing is deleted later either"
 
 
@@ -651,7 +627,7 @@ def test_of_two_starts_at_the_same_moment_each_has_a_number_of_its_own(
     wait_until(lambda: store.struck("hang"), "it has chosen its number")
     with_store(place, Faulty(place.root, "way"))
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt)) == 1
+        assert restored(ckpt).step == 1
         assert ckpt.save(2, state_of(2), block=True).attempt == 2
         store.heal()
         assert [late.line(), late.line()] == ["2", "3"], late.errors()
@@ -732,7 +708,7 @@ def test_sigterm_without_drain_ends_at_once_and_memory_keeps_the_step(place: Pla
     program.signal(signal.SIGTERM)
     assert program.end().code == -signal.SIGTERM
     place.config()
-    assert step_of(restore(place)) == 1
+    assert place.restored().step == 1
 
 
 def test_ctrl_c_is_raised_where_the_loop_is_and_loses_no_step(place: Place) -> None:
@@ -783,8 +759,7 @@ def test_after_a_cleaner_removed_the_files_of_memory_the_next_images_are_in_new_
         assert place.ls()["3@1"]["host"] == "sealed"
         said = [r for r in caplog.records if r.levelname == "WARNING" and "removed" in r.message]
         assert len(said) == 1
-    report = restore(place)
-    assert step_of(report) == 3
+    assert place.restored().step == 3
 
 
 def place_of_another(place: Place) -> None:
@@ -866,11 +841,11 @@ def test_a_process_leaves_no_descriptors_threads_or_memory_behind(place: Place) 
 
     place.save(1)
     with place.open() as ckpt:
-        restore_in(ckpt)
+        restored(ckpt)
     before = use()
     for step in range(2, 7):
         with place.open() as ckpt:
-            restore_in(ckpt)
+            restored(ckpt)
             ckpt.save(step, state_of(step), block=True)
     after = use()
     assert after[0] <= before[0] + 2
@@ -885,10 +860,10 @@ def test_a_damaged_record_of_an_attempt_hides_no_checkpoint(place: Place) -> Non
     whole = record.read_bytes()
     for content in (b"", whole.replace(b'"run":"run"', b'"run":"qqq"'), whole[:40]):
         record.write_bytes(content)
-        assert step_of(restore(place)) == 1
+        assert place.restored().step == 1
     assert place.json("verify", code=-1)["problems"] or record.read_bytes() == whole
     with place.open() as ckpt:
-        restore_in(ckpt)
+        restored(ckpt)
         ckpt.save(2, state_of(2), block=True)
     assert place.steps() == [1, 2]
 
@@ -903,11 +878,11 @@ def test_copies_of_a_lineage_that_was_left_stay_left_when_its_successors_are_gon
             ckpt.save(step, state_of(step), block=True)
             ckpt.pin(step)
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt, step=1)) == 1
+        assert restored(ckpt, step=1).step == 1
         for step in (2, 3, 4, 5, 6):
             ckpt.save(step, state_of(step), block=True)
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt)) == 6
+        assert restored(ckpt).step == 6
         found = {(c.step, c.attempt): c.abandoned for c in ckpt.checkpoints()}
         assert found[3, 1]
         assert found[2, 1]
@@ -941,7 +916,7 @@ def test_what_was_left_stays_left_where_a_tier_has_nothing_of_the_new_lineage(pl
     place.config(disk={}, pfs={"flush": {"every": 3}})
     place.save(1, 2, 3)
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt, step=1)) == 1
+        assert restored(ckpt, step=1).step == 1
         ckpt.pin(3)
         ckpt.save(2, state_of(2), block=True)
     assert [folder.name for folder in place.folders("pfs")] == ["step-00000003-a0001"]
@@ -959,5 +934,4 @@ def test_a_run_that_is_begun_anew_while_a_tier_is_away_stays_the_newer_one(place
     with place.open(fresh=True) as ckpt:
         ckpt.save(10, state_of(10)).wait("disk", timeout=SOON_S)
     away.rename(place.root / "pfs")
-    report = restore(place)
-    assert step_of(report) == 10
+    assert place.restored().step == 10

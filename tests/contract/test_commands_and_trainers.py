@@ -24,7 +24,6 @@ from tests.contract.kit import (
     files_below,
     folder_of,
     state_of,
-    step_in,
     tierfall_command,
     wait_until,
 )
@@ -224,11 +223,8 @@ def test_what_a_killed_trainer_left_in_memory_counts_and_is_drained(
     again = place.json("drain")
     assert (again["done"], again["left"]) == ([], [])
     assert "nothing is in host memory" in place.cli("drain").out
-    state = blank()
-    with place.open() as ckpt:
-        report = ckpt.restore(state)
-        assert report is not None
-        assert (report.attempt, step_in(state)) == (1, 2), "a drain takes no attempt"
+    report = place.restored()
+    assert (report.attempt, report.step) == (1, 2), "a drain takes no attempt"
 
 
 def test_a_drain_frees_no_image_whose_copy_on_a_tier_is_damaged(
@@ -337,11 +333,8 @@ def test_a_start_waits_for_a_drain_of_what_the_one_before_left(
     lock = next(place.memory.rglob("slot-0.lock"))
     wait_until(lambda: b"tierfall drain" in lock.read_bytes(), "it holds the run")
     place.config(far={}, **words)
-    state = blank()
-    with place.open() as ckpt:
-        assert log.lines("tierfall drain"), "it says what it waits for"
-        assert ckpt.restore(state) is not None
-    assert step_in(state) == 1
+    assert place.restored().step == 1
+    assert log.lines("tierfall drain"), "it says what it waits for"
     assert drains.end().code == 0
 
 

@@ -19,7 +19,6 @@ from tests.contract.kit import (
     flip,
     folder_of,
     state_of,
-    step_in,
     tierfall_command,
     wait_until,
 )
@@ -273,10 +272,7 @@ def test_prune_keeps_an_older_good_copy_rather_than_a_damaged_newer_one(place: P
     place.config(disk={"retain": {"last": 1}})
     place.cli("prune", code=-1)
     assert place.ls()["2@1"] == {"disk": "committed"}
-    state = blank()
-    with place.open() as ckpt:
-        ckpt.restore(state)
-    assert step_in(state) == 2
+    assert place.restored().step == 2
 
 
 def test_prune_deletes_a_damaged_copy_where_it_would_delete_a_whole_one(place: Place) -> None:

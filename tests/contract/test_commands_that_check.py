@@ -15,12 +15,10 @@ from tests.contract.kit import (
     MANIFEST,
     Answer,
     Place,
-    blank,
     files_below,
     flip,
     folder_of,
     state_of,
-    step_in,
     tierfall_command,
 )
 from tests.contract.trainer import save
@@ -245,10 +243,7 @@ def test_init_asks_nothing_without_a_terminal_and_writes_a_file_that_works(place
     place.write(written)
     with place.open() as ckpt:
         ckpt.save(50, state_of(50), block=True)
-    state = blank()
-    with place.open() as ckpt:
-        ckpt.restore(state)
-    assert step_in(state) == 50
+    assert place.restored().step == 50
 
 
 def test_init_replaces_a_file_only_by_force(place: Place) -> None:

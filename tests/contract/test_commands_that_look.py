@@ -21,7 +21,6 @@ from tests.contract.kit import (
     folder_of,
     new_place,
     state_of,
-    step_in,
     training_state,
 )
 from tests.contract.trainer import save
@@ -139,11 +138,8 @@ def test_latest_is_what_a_restore_takes(place: Place) -> None:
         ckpt.restore(blank(), step=1)
         ckpt.save(2, state_of(2), block=True)
     assert place.cli("latest").out == "2@2\n"
-    state = blank()
-    with place.open() as ckpt:
-        report = ckpt.restore(state)
-        assert report is not None
-        assert (report.step, report.attempt) == (2, 2)
+    report = place.restored()
+    assert (report.step, report.attempt) == (2, 2)
 
 
 def test_latest_passes_over_a_damaged_step_names_it_and_fails(place: Place) -> None:
@@ -154,10 +150,7 @@ def test_latest_passes_over_a_damaged_step_names_it_and_fails(place: Place) -> N
     assert answer.out == "2@1\n"
     assert "3@1 is newer, and damaged" in answer.err
     assert place.cli("pin", "latest", code=1).out == "pinned 2@1 on disk\n"
-    state = blank()
-    with place.open() as ckpt:
-        ckpt.restore(state)
-    assert step_in(state) == 2
+    assert place.restored().step == 2
 
 
 def test_without_a_step_that_can_be_restored_latest_prints_nothing_and_fails(place: Place) -> None:

@@ -13,7 +13,7 @@ import pytest
 import tierfall
 from tests.contract import faulty
 from tests.contract.faulty import Faulty
-from tests.contract.kit import Place, blank, state_of, step_in, wait_until
+from tests.contract.kit import Place, state_of, wait_until
 from tierfall.errors import CapacityError
 
 SOON_S = 20.0
@@ -207,10 +207,7 @@ def test_a_disk_that_others_fill_is_reported_and_gets_what_it_is_owed_later(
         (disk / "theirs").unlink()
         assert ckpt.drain(deadline=SOON_S).left == ()
     assert place.steps("disk") == place.steps("other") == [1, 2]
-    state = blank()
-    with place.open() as ckpt:
-        assert ckpt.restore(state) is not None
-    assert step_in(state) == 2
+    assert place.restored().step == 2
 
 
 def test_a_store_without_room_deletes_what_its_rules_allow(place: Place) -> None:

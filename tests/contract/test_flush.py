@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import tierfall
 from tests.contract import faulty
 from tests.contract.faulty import Faulty
-from tests.contract.kit import Place, blank, state_of, step_in, wait_until
+from tests.contract.kit import Place, restored, state_of, wait_until
 from tierfall.errors import CapacityError, FlushError
 
 SOON_S = 20.0
@@ -40,14 +39,6 @@ def in_order_of_commit(place: Place, tier: str) -> list[int]:
     return [int(folder.name[5:13]) for folder in folders]
 
 
-def restore(ckpt: tierfall.Checkpointer) -> int:
-    state = blank()
-    report = ckpt.restore(state)
-    assert report is not None
-    assert step_in(state) == report.step
-    return report.step
-
-
 # Which checkpoints a tier gets -----------------------------------------------------------------------
 
 
@@ -55,11 +46,11 @@ def test_every_counts_the_saved_checkpoints_over_restarts(place: Place) -> None:
     place.config(disk={}, pfs={"flush": {"every": 3}})
     place.save(10, 20)
     with place.open() as ckpt:
-        restore(ckpt)
+        restored(ckpt)
         assert ckpt.save(30, state_of(30), block=True).tiers == ("disk", "pfs")
         assert ckpt.save(40, state_of(40), block=True).tiers == ("disk",)
     with place.open() as ckpt:
-        restore(ckpt)
+        restored(ckpt)
         for step in (50, 60, 70):
             ckpt.save(step, state_of(step), block=True)
     assert place.steps("disk") == [10, 20, 30, 40, 50, 60, 70]
@@ -72,7 +63,7 @@ def test_what_a_start_left_unfinished_the_next_one_finishes(place: Place) -> Non
     place.save(1)
     place.config(disk={}, pfs=SLOW, max_wait="100ms")
     with place.open() as ckpt:
-        restore(ckpt)
+        restored(ckpt)
         for step in (2, 3):
             ckpt.save(step, state_of(step)).wait("disk", timeout=SOON_S)
         assert [c.owed for c in ckpt.checkpoints()] == [(), ("pfs",), ("pfs",)]
@@ -80,7 +71,7 @@ def test_what_a_start_left_unfinished_the_next_one_finishes(place: Place) -> Non
     shutil.rmtree(place.memory / "run", ignore_errors=True)
     place.config(disk={}, pfs={})
     with place.open() as ckpt:
-        assert restore(ckpt) == 3
+        assert restored(ckpt).step == 3
         assert ckpt.drain().left == ()
     assert in_order_of_commit(place, "pfs") == [1, 2, 3]
 
@@ -255,7 +246,7 @@ def test_a_step_that_cannot_be_written_keeps_no_other_from_the_tier(
         assert list((place.root / "elsewhere").iterdir()) == []
     there.unlink()
     with place.open() as ckpt:
-        assert restore(ckpt) == 5
+        assert restored(ckpt).step == 5
         assert ckpt.drain(deadline=SOON_S).left == ()
     assert place.steps("pfs") == [1, 2, 3, 4, 5]
 

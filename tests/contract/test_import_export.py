@@ -6,7 +6,6 @@ import json
 import os
 import random
 import struct
-import warnings
 import zipfile
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import tierfall
+from tests.contract.foreign import hub, save_dcp
 from tests.contract.kit import (
     IMAGE,
     Place,
@@ -148,20 +148,6 @@ class Counted(nn.Linear):
         self.seen = state
 
 
-def hub(folder: Path, tensors: dict[str, torch.Tensor], shards: int = 2) -> Path:
-    """Shards of safetensors with an index, as Hugging Face writes them."""
-    folder.mkdir()
-    where = {}
-    for number in range(shards):
-        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name].contiguous() for name in sorted(tensors)[number::shards]}
-        safetensors.torch.save_file(part, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(part, file)
-    index = {"metadata": {"total_size": 0}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -226,13 +212,6 @@ def test_a_lightning_file_gets_the_usual_names(place: Place) -> None:
     assert same(new, old)
     rest = tierfall.load(place.yaml)["lightning"]
     assert (rest["global_step"], rest["hyper_parameters"]) == (40, {"width": 16})
-
-
-def save_dcp(folder: Path, state: dict[str, Any]) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
 
 
 def test_a_dcp_folder_continues_by_the_names_of_its_parameters(place: Place) -> None:

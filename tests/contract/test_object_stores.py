@@ -16,7 +16,16 @@ import torch
 import zstandard
 
 import tierfall
-from tests.contract.kit import Place, blank, equal, files_below, state_of, step_in, wait_until
+from tests.contract.kit import (
+    Place,
+    blank,
+    equal,
+    files_below,
+    restored,
+    state_of,
+    step_in,
+    wait_until,
+)
 from tests.object_store import KEY, SECRET, SeaweedFS
 from tests.throttling_proxy import ThrottlingProxy
 from tierfall.errors import BackendError, RestoreError, TierfallError
@@ -151,9 +160,7 @@ def test_two_prefixes_of_a_bucket_are_two_tiers(
     assert bucket.steps() == second.steps() == [1, 2]
     with place.open() as ckpt:
         for tier in ("first", "second"):
-            state = blank()
-            assert ckpt.restore(state, tier=tier) is not None
-            assert step_in(state) == 2
+            assert restored(ckpt, tier=tier).step == 2
 
 
 def test_an_address_in_place_of_a_file_is_read_with_the_credentials_of_the_environment(
@@ -246,9 +253,7 @@ def test_a_store_that_answers_503_is_waited_for_and_reported_once(
         with place.open() as ckpt:
             proxy.throttled.set()
             threading.Timer(0.7, proxy.throttled.clear).start()
-            state = blank()
-            assert ckpt.restore(state, tier="store") is not None, "it asks again"
-            assert step_in(state) == 2
+            assert restored(ckpt, tier="store").step == 2, "it asks again"
     said = [m for m in (r.getMessage() for r in caplog.records) if re.search("2@1.*store.*503", m)]
     assert len(said) == 1
     assert bucket.steps() == [1, 2]
@@ -279,9 +284,7 @@ def test_a_server_that_is_away_holds_up_no_start_and_is_never_taken_for_nothing_
     with place.open() as ckpt:
         with pytest.raises(RestoreError, match=r"(?s)store.*unreachable"):
             ckpt.restore(blank())
-        state = blank()
-        assert ckpt.restore(state, unreachable="ignore") is not None
-        assert step_in(state) == 1
+        assert restored(ckpt, unreachable="ignore").step == 1
     shutil.rmtree(place.root / "disk")
     place.cli("forget", "disk", code=-1)
     with place.open() as ckpt, pytest.raises(TierfallError, match="store"):

@@ -26,6 +26,7 @@ from tests.contract.kit import (
     Place,
     blank,
     files_below,
+    restored,
     state_of,
     step_in,
     training_state,
@@ -474,11 +475,7 @@ def test_members_that_a_reader_does_not_know_are_ignored(place: Place, two: Path
     record.pop("digest")
     seal(two / "commit.json", {**record, "of_the_future": [1, {"x": None}]})
     document(two / "commit.json")
-    with place.open() as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-    assert report is not None
-    assert step_in(state) == 2
+    assert place.restored().step == 2
 
 
 @pytest.mark.parametrize("member", [{"format": 2}, {"requires": ["of-the-future"]}])
@@ -509,10 +506,8 @@ def test_a_record_whose_digest_is_wrong_is_damage_and_never_absence(
     (two / "commit.json").write_bytes(data.replace(b'"step":2', b'"step":3'))
     assert place.cli("ls", code=-1).out.count("damaged") >= 1
     with place.open() as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-        assert report is not None
-        assert step_in(state) == 1
+        report = restored(ckpt)
+        assert report.step == 1
         assert any("2@1" in f"{f.what} {f.id}" for f in report.fallbacks)
     assert (two / IMAGE).exists()
 

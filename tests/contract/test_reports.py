@@ -26,7 +26,16 @@ import torch
 import tierfall
 from tests.contract import faulty
 from tests.contract.faulty import Faulty
-from tests.contract.kit import ROOT, Log, Place, blank, new_place, state_of, step_in, wait_until
+from tests.contract.kit import (
+    ROOT,
+    Log,
+    Place,
+    blank,
+    new_place,
+    restored,
+    state_of,
+    wait_until,
+)
 from tierfall.errors import CaptureError, ConfigError, RestoreError, TierfallError
 
 SOON_S = 20.0
@@ -715,9 +724,7 @@ def test_a_checkpointer_that_no_variable_holds_is_closed_by_replace_or_all_at_on
     for words in ("close_all()", "replace=True"):
         assert words in str(error)
     with place.open(replace=True) as ckpt:
-        state = blank()
-        assert ckpt.restore(state) is not None
-        assert step_in(state) == 1, "what the other had saved was flushed by its close"
+        assert restored(ckpt).step == 1, "what the other had saved was flushed by its close"
         other = place.open(run="other", replace=True)
         assert "closed" not in repr(ckpt), "another run's is not replaced"
         tierfall.close_all()
@@ -852,6 +859,4 @@ def test_a_run_of_host_memory_alone_is_warned_of_and_kept(place: Place, log: Log
         assert log.wait("host memory alone")
         ckpt.save(1, state_of(1), block=True)
     with place.open() as ckpt:
-        state = blank()
-        assert ckpt.restore(state) is not None
-        assert step_in(state) == 1
+        assert restored(ckpt).step == 1

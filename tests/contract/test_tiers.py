@@ -18,6 +18,7 @@ from tests.contract.kit import (
     blank,
     equal,
     files_below,
+    restored,
     state_of,
     step_in,
     training_state,
@@ -30,13 +31,9 @@ SLOW = {"bandwidth": "10kB/s"}
 """A tier that gets nothing within a test."""
 
 
-def restored(place: Place, *, elements: int | None = None, **how: Any) -> tuple[int, set[str]]:
+def restored_from(place: Place, **how: Any) -> tuple[int, set[str]]:
     """Restore in a start of its own: the step that the state then has, and the tiers that were read."""
-    state = blank() if elements is None else blank(elements=elements)
-    with place.open() as ckpt:
-        report = ckpt.restore(state, **how)
-    assert report is not None
-    assert report.step == step_in(state)
+    report = place.restored(**how)
     return report.step, {source.tier for source in report.sources}
 
 
@@ -62,7 +59,7 @@ def test_memory_outlives_a_killed_process_and_is_restored_from(place: Place) -> 
     program.kill()
     assert place.ls() == {"1@1": {"host": "sealed"}}
     place.config(disk={})
-    assert restored(place) == (1, {"host"})
+    assert restored_from(place) == (1, {"host"})
     assert place.steps() == [1]
 
 
@@ -71,14 +68,14 @@ def test_a_clean_close_frees_memory_and_on_close_keep_keeps_it(place: Place) -> 
     place.save(1)
     assert "host" not in place.ls()["1@1"]
     assert memory_of(place) == []
-    assert restored(place) == (1, {"disk"})
+    assert restored_from(place) == (1, {"disk"})
     place.config(host={"on_close": "keep"})
     with place.open() as ckpt:
         ckpt.restore(blank())
         ckpt.save(2, state_of(2), block=True)
     (copies,) = (copies for id, copies in place.ls().items() if id.startswith("2@"))
     assert copies == {"host": "sealed", "disk": "committed"}
-    assert restored(place) == (2, {"host"})
+    assert restored_from(place) == (2, {"host"})
 
 
 def test_memory_is_in_the_folder_that_is_named_and_no_larger_than_its_capacity(
@@ -200,7 +197,7 @@ def test_bandwidth_limits_what_is_written_and_read_bandwidth_what_is_read(place:
     assert time.monotonic() - began > 0.1
     place.config(disk={"bandwidth": "50%"})
     place.run("tierfall.open('tiers.yaml').restore(blank())")
-    assert restored(place) == (2, {"disk"})
+    assert restored_from(place) == (2, {"disk"})
 
 
 # Compression -----------------------------------------------------------------------------------------
@@ -246,11 +243,8 @@ def test_a_read_only_tier_is_restored_from_and_never_changed(place: Place) -> No
     before = files_below(place.root / "old")
     place.config(disk={"retain": {"last": 1}}, old={"read_only": True})
     with place.open() as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-        assert report is not None
-        assert step_in(state) == 2
-        assert ckpt.restore(state, tier="old") is not None
+        for tier in (None, "old"):
+            assert restored(ckpt, tier=tier).step == 2
         for step in (3, 4):
             assert ckpt.save(step, state_of(step), block=True).tiers == ("disk",)
         ckpt.drain()
@@ -337,7 +331,7 @@ def test_no_two_tiers_share_a_folder_by_whatever_names(place: Place) -> None:
 def test_a_folder_may_have_any_name(place: Place, name: str) -> None:
     place.config(disk={"path": str(place.root / name)})
     place.save(1)
-    assert restored(place) == (1, {"disk"})
+    assert restored_from(place) == (1, {"disk"})
     assert place.json("verify", "1")["ok"]
 
 
@@ -352,7 +346,7 @@ def test_a_tiers_folder_may_be_a_link_and_moves_with_the_file(
     monkeypatch.chdir("/")
     place.save(1)
     assert (place.root / "project/far/run/latest").exists()
-    assert restored(place) == (1, {"disk"})
+    assert restored_from(place) == (1, {"disk"})
 
 
 # Places by an address --------------------------------------------------------------------------------
@@ -364,7 +358,7 @@ def test_a_file_address_is_a_tier_like_a_folder(place: Place) -> None:
     place.save(1, 2, 3)
     assert place.steps("store") == [2, 3]
     place.config(disk={"path": str(place.root / "store")})
-    assert restored(place) == (3, {"disk"})
+    assert restored_from(place) == (3, {"disk"})
 
 
 def test_a_tier_of_an_fsspec_protocol_keeps_retains_and_restores(place: Place) -> None:
@@ -376,10 +370,7 @@ def test_a_tier_of_an_fsspec_protocol_keeps_retains_and_restores(place: Place) -
     place.save(1, 2, 3)
     with place.open() as ckpt:
         for tier in ("store", "other"):
-            state = blank()
-            report = ckpt.restore(state, tier=tier)
-            assert report is not None
-            assert step_in(state) == 3
+            assert restored(ckpt, tier=tier).step == 3
         assert [sorted(c.copies) for c in ckpt.checkpoints()] == [
             ["other"],
             ["other", "store"],

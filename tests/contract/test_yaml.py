@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import tierfall
-from tests.contract.kit import ROOT, Place, blank, state_of, step_in, wait_until
+from tests.contract.kit import ROOT, Place, blank, state_of, wait_until
 from tierfall.errors import ConfigError
 
 SOON_S = 20.0
@@ -649,7 +649,4 @@ def test_a_drain_is_for_the_main_thread_and_ends_the_process_by_its_signal(place
     answer = program.end()
     assert answer.code == -signal.SIGUSR2
     assert place.steps() == [1]
-    state = blank()
-    with place.open() as ckpt:
-        assert ckpt.restore(state) is not None
-    assert step_in(state) == 1
+    assert place.restored().step == 1

@@ -27,6 +27,7 @@ class Trainer:
     | ``save N`` | saves step N, and waits until every tier has what it is owed |
     | ``capture N`` | saves step N, and waits until memory has it |
     | ``pin N`` | pins it |
+    | ``loop`` | answers, and saves one step after another until it is killed |
     | ``steps``, ``pinned`` | answers with the steps that it knows |
     | ``close`` | closes the run, and ends |
     """
@@ -76,6 +77,12 @@ with tierfall.open("tiers.yaml") as ckpt:
             ckpt.save(numbers[0], state_of(numbers[0])).captured(30)
         if word == "pin":
             ckpt.pin(numbers[0])
+        if word == "loop":
+            answer("looping")
+            step = max(c.step for c in ckpt.checkpoints())
+            while True:
+                step += 1
+                ckpt.save(step, state_of(step), block=True)
         known = ckpt.checkpoints()
         answer(sorted(c.step for c in known if c.pinned or word != "pinned"))
 """

@@ -5,6 +5,7 @@ The ranks are threads; ``distributed/test_dcp`` has real processes.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,6 +171,23 @@ def test_values_under_one_key_are_each_ranks_own(tmp_path: Path) -> None:
         with pytest.raises(CheckpointException, match=output):
             one.load(emptied(state(0)))
         assert same(one.load(emptied(state(0)), values_of=1), state(1))
+
+
+def test_a_step_that_lacks_another_ranks_image_gives_way_to_an_older_one(tmp_path: Path) -> None:
+    """A load needs the headers of all ranks' images."""
+
+    def state(number: int, step: int) -> State:
+        return {f"w{number}": torch.full((4,), float(step)), "own": number}
+
+    with job(tmp_path, 3) as ranks:
+        for step in (1, 2):
+            assert on(ranks, lambda r, s=step: r.save(state(r.number, s), s)) == [None] * 3
+    shutil.rmtree(tmp_path / "memory")
+    for manifest in tmp_path.glob("disk/run/step-00000002-*/rank-0000[01]-of-00003.json"):
+        manifest.unlink()
+    with job(tmp_path, 1) as (one,):
+        found = one.load({**emptied(state(0, 0)), "w1": torch.zeros(4)}, values_of=2)
+        assert same(found, {**state(0, 1), **state(1, 1), "own": 2})
 
 
 def test_what_all_ranks_have_opened_stays_until_they_have_read_it(tmp_path: Path) -> None:
