@@ -40,15 +40,6 @@ def test_a_tag_is_added_and_removed_without_a_trainer(cli: Cli) -> None:
         assert [c.tags for c in ckpt.checkpoints()] == [("release",), ("good.loss", "release")]
 
 
-def test_json_has_what_was_done(cli: Cli) -> None:
-    document = cli.json("tag", "release", "2")
-    asked = {"run": "run", "command": "tag", "step": 2, "attempt": 1, "done": ["disk", "far"]}
-    assert asked.items() <= document.items()
-    assert (document["failed"], document["left_to"], document["ok"]) == ({}, None, True)
-    several = cli.json("untag", "release", "1", "2")
-    assert [one["command"] for one in several["steps"]] == ["untag", "untag"]
-
-
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

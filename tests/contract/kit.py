@@ -257,6 +257,19 @@ class Place:
         """Start a Python program in ``root``, whose ``tiers.yaml`` it finds; ``state_of`` and its like are imported."""
         return Program(code, arguments, self.root, environment)
 
+    def start_with_a_step_in_memory(self) -> Program:
+        """Start a program that has saved step 1, and sleeps."""
+        program = self.start(
+            """
+            ckpt = tierfall.open("tiers.yaml")
+            ckpt.save(1, state_of(1)).captured()
+            print("sealed")
+            time.sleep(60)
+            """
+        )
+        assert program.line() == "sealed", program.errors()
+        return program
+
     def run(self, code: str, *arguments: str, **environment: str) -> Answer:
         """Run a Python program in ``root`` to its end."""
         return self.start(code, *arguments, **environment).end()

@@ -205,17 +205,6 @@ def test_damage_of_one_copy_is_read_around_and_mended_by_a_command(place: Place)
     assert place.steps("disk") == list(range(1, len(harms) + 2))
 
 
-def test_chunks_of_two_damaged_copies_make_one_state(place: Place) -> None:
-    """Each chunk is read from a copy that has it whole."""
-    place.config(disk={}, pfs={}, chunk="16KiB")
-    place.save(1)
-    for tier, at in (("disk", -1), ("pfs", -70_000)):
-        flip(place.folders(tier)[0] / IMAGE, at)
-    report = place.restored()
-    assert report.fallbacks
-    assert {source.tier for source in report.sources} == {"disk", "pfs"}
-
-
 def test_any_flipped_bit_of_a_checkpoint_is_found(place: Place) -> None:
     """In the header, in padding, in tensors, in documents: by ``verify``, and no wrong value is ever returned."""
     place.config()
@@ -643,15 +632,7 @@ def test_a_start_beside_a_dead_one_whose_process_number_is_used_again_goes_on(
 ) -> None:
     """What it left in memory is flushed by ``drain``, which asks the lock and no process number."""
     place.config(disk={"bandwidth": "10kB/s"})
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.save(1, state_of(1)).captured()
-        print("sealed")
-        time.sleep(60)
-        """
-    )
-    assert program.line() == "sealed"
+    program = place.start_with_a_step_in_memory()
     os.kill(program.pid, signal.SIGKILL)  # a zombie: nobody has waited for it
     place.config()
     threads = Path(f"/proc/{program.pid}/task")  # they hold its lock until the last has ended
@@ -696,15 +677,7 @@ def test_sigterm_drains_and_then_ends_the_process(place: Place) -> None:
 
 def test_sigterm_without_drain_ends_at_once_and_memory_keeps_the_step(place: Place) -> None:
     place.config(disk={"bandwidth": "10kB/s"})
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.save(1, state_of(1)).captured()
-        print("sealed")
-        time.sleep(60)
-        """
-    )
-    assert program.line() == "sealed"
+    program = place.start_with_a_step_in_memory()
     program.signal(signal.SIGTERM)
     assert program.end().code == -signal.SIGTERM
     place.config()

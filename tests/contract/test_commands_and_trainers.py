@@ -108,6 +108,8 @@ def test_what_only_the_trainers_memory_holds_cannot_be_pinned_from_outside(
     trainer.tell("capture 1")
     for words in (["pin", "1"], ["unpin", "1"], ["rm", "1", "--yes", "--even-the-last"]):
         assert "memory" in place.cli(*words, code=1).err
+    exported = place.json("export", "1", "--to", str(place.root / "out"))
+    assert list(exported["sources"]) == ["host"]
     trainer.tell("save 2")
     trainer.tell("pin 2")
     assert "unpinned 2@1 on disk" in place.cli("unpin", "2").out

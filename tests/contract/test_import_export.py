@@ -647,7 +647,9 @@ def test_each_chunk_is_read_from_a_good_copy_and_without_one_nothing_is_written(
     save(place, 1)
     flip(folder_of(place, 1) / IMAGE, -1)
     out = place.memory / "out"
-    place.cli("export", "1", "--to", str(out / "good.safetensors"), code=-1)
+    document = place.json("export", "1", "--to", str(out / "good.safetensors"))
+    assert set(document["sources"]) == {"disk", "far"}
+    assert "on disk" in document["fallbacks"][0]["what"]
     assert equal(
         safetensors.torch.load_file(out / "good.safetensors")["w"], torch.full((20_000,), 1.0)
     )

@@ -311,6 +311,7 @@ def test_one_node_alone_leaves_the_tier_out_and_does_not_begin_a_run_anew(
     alone = {"members": [0], "pfs": SELDOM, "peers": ONE}
     new = nodes.run(of_ranks.go_on, folder=str(tmp_path / "new"), steps=[1], wait=["host"], **alone)
     assert new[0]["known"] == [[1, 1, ["host"]]]
+    assert not (tmp_path / "new" / "peers-0").exists()
     found = nodes.outcomes(of_ranks.go_on, folder=str(begun().root), **alone)
     assert isinstance(found[0], Raised), found[0]
     assert found[0].kind == "RestoreError"

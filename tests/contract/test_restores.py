@@ -193,8 +193,10 @@ def with_pfs(pair: Place, two_steps: Path) -> None:
 
 
 def test_a_damaged_chunk_is_read_from_the_next_tier(pair: Place, two_steps: Path) -> None:
+    """Also if that one is damaged, too, in another chunk."""
     with_pfs(pair, two_steps)
     flip(folder_of(pair, 2) / IMAGE)
+    flip(folder_of(pair, 2, "pfs") / IMAGE, -70_000)
     with pair.open() as ckpt:
         report, step = restored(ckpt)
         assert (report.step, step) == (2, 2)

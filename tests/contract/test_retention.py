@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,28 +49,28 @@ def settle(place: Place, *wanted: int, tier: str = "disk") -> None:
 # The rules -------------------------------------------------------------------------------------------
 
 
-def test_without_a_rule_everything_stays(place: Place) -> None:
-    assert kept(place, {}, *steps(*range(1, 13))) == list(range(1, 13))
-
-
-def test_last_keeps_the_newest(place: Place) -> None:
-    assert kept(place, {"last": 3}, *steps(*range(1, 8))) == [5, 6, 7]
-
-
-def test_the_newest_is_the_largest_number_whatever_its_name_sorts_as(place: Place) -> None:
-    numbers = (9, 10, 99_999_999, 100_000_000, 10**17)
-    assert kept(place, {"last": 2}, *steps(*numbers)) == [100_000_000, 10**17]
-    assert place.cli("latest").out == f"{10**17}@1\n"
-
-
-def test_every_of_steps_keeps_the_first_at_or_after_each_multiple(place: Place) -> None:
-    """And step 0. A cadence that misses the multiples keeps one for each of them."""
-    saved = steps(0, 40, 90, 101, 130, 199, 200, 210, 330, 390, 401)
-    assert kept(place, {"every": 100, "last": 1}, *saved) == [0, 101, 200, 330, 401]
-
-
-def test_every_of_a_time_keeps_the_first_of_each_period(place: Place) -> None:
-    assert kept(place, {"every": "36500d", "last": 1}, *steps(1, 2, 3, 4)) == [1, 4]
+@pytest.mark.parametrize(
+    ("retain", "saved", "wanted"),
+    [
+        ({}, range(1, 13), [*range(1, 13)]),
+        ({"last": 3}, range(1, 8), [5, 6, 7]),
+        # the largest number is the newest, whatever its name sorts as
+        ({"last": 2}, (9, 10, 99_999_999, 100_000_000, 10**17), [100_000_000, 10**17]),
+        # the first at or after each multiple, and step 0
+        (
+            {"every": 100, "last": 1},
+            (0, 40, 90, 101, 130, 199, 200, 210, 330, 390, 401),
+            [0, 101, 200, 330, 401],
+        ),
+        ({"every": "36500d", "last": 1}, (1, 2, 3, 4), [1, 4]),
+    ],
+    ids=["no rule", "last", "large numbers", "every of steps", "every of a time"],
+)
+def test_last_and_every_keep_by_number_and_time(
+    place: Place, retain: dict[str, Any], saved: Sequence[int], wanted: list[int]
+) -> None:
+    assert kept(place, retain, *steps(*saved)) == wanted
+    assert place.cli("latest").out == f"{wanted[-1]}@1\n"
 
 
 @pytest.mark.parametrize(
@@ -91,13 +92,12 @@ def test_best_keeps_the_best_by_a_metric(
     assert kept(place, {"last": 1, "best": rule}, *losses(*values)) == wanted
 
 
-def test_tags_keep_what_has_one_of_them(place: Place) -> None:
+@pytest.mark.parametrize(("tags", "wanted"), [(["a", "c"], [1, 2, 5]), (True, [1, 2, 4, 5])])
+def test_tags_keep_what_has_one_of_them_and_true_what_has_any(
+    place: Place, tags: object, wanted: list[int]
+) -> None:
     saved: list[Save] = [{"tags": ["a"]}, {"tags": ["b", "c"]}, {}, {"tags": ["d"]}, {}]
-    assert kept(place, {"last": 1, "tags": ["a", "c"]}, *saved) == [1, 2, 5]
-
-
-def test_any_tag_may_be_named_by_true(place: Place) -> None:
-    assert kept(place, {"last": 1, "tags": True}, {"tags": ["x"]}, {}, {}) == [1, 3]
+    assert kept(place, {"last": 1, "tags": tags}, *saved) == wanted
 
 
 def test_for_deletes_what_is_older_and_never_the_last_two(place: Place) -> None:

@@ -99,13 +99,6 @@ def test_statistics_of_a_save_name_its_bytes_and_the_seconds_until_each_tier(pla
     assert 0 < stats.blocked_s <= stats.captured_s <= stats.durable_s["pfs"]
 
 
-def test_a_blocking_save_returns_once_the_last_tier_has_it(place: Place) -> None:
-    place.config(disk={}, pfs={})
-    with place.open() as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        assert place.steps("pfs") == [1]
-
-
 def test_a_wait_ends_with_its_timeout_and_any_thread_may_wait(place: Place, store: Faulty) -> None:
     place.config(store=store.tier(), plugins=PLUGIN)
     with place.open() as ckpt:
@@ -963,21 +956,6 @@ def test_metrics_are_read_at_the_call_whatever_numbers_they_are(place: Place) ->
             assert np.isnan(found.pop("nan"))
             expected = {**dict.fromkeys(given, 2.5), "int": 7, "flag": 1, "inf": float("inf")}
             assert found == expected
-
-
-def test_tags_and_metrics_are_in_each_commit_record_and_in_listings(place: Place) -> None:
-    place.config(disk={}, pfs={})
-    with place.open() as ckpt:
-        ckpt.save(1, state_of(1), metrics={"loss": 0.5}, tags=("best", "v2"), block=True)
-        (info,) = ckpt.checkpoints()
-    assert (info.tags, info.metrics) == (("best", "v2"), {"loss": 0.5})
-    for tier in ("disk", "pfs"):
-        (folder,) = place.folders(tier)
-        record = (folder / "commit.json").read_text()
-        assert '"tags":["best","v2"]' in record
-        assert '"metrics":{"loss":0.5}' in record
-    (listed,) = place.json("ls")["checkpoints"]
-    assert (listed["tags"], listed["metrics"]) == (["best", "v2"], {"loss": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -47,15 +47,7 @@ def memory_of(place: Place) -> list[Path]:
 def test_memory_outlives_a_killed_process_and_is_restored_from(place: Place) -> None:
     """The next start restores the step that no tier has, and brings it to the tier that is owed it."""
     place.config(disk=SLOW)
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.save(1, state_of(1)).captured()
-        print("sealed")
-        time.sleep(60)
-        """
-    )
-    assert program.line() == "sealed"
+    program = place.start_with_a_step_in_memory()
     program.kill()
     assert place.ls() == {"1@1": {"host": "sealed"}}
     place.config(disk={})
