@@ -57,6 +57,12 @@ def step_in(state: Mapping[str, Any]) -> int:
     return step
 
 
+def save_steps(ckpt: tierfall.Checkpointer, *steps: int, **words: Any) -> None:
+    """Save these steps, each through to the last tier before the next."""
+    for step in steps:
+        ckpt.save(step, state_of(step), block=True, **words)
+
+
 def restored(
     ckpt: tierfall.Checkpointer, *, elements: int = ELEMENTS, **how: Any
 ) -> tierfall.RestoreReport:
@@ -210,8 +216,7 @@ class Place:
     def save(self, *steps: int, **words: Any) -> None:
         """Save these steps in one start, each through to the last tier before the next."""
         with self.open() as ckpt:
-            for step in steps:
-                ckpt.save(step, state_of(step), block=True, **words)
+            save_steps(ckpt, *steps, **words)
 
     def restored(self, **how: Any) -> tierfall.RestoreReport:
         """Restore in a start of its own."""

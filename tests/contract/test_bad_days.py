@@ -29,6 +29,7 @@ from tests.contract.kit import (
     files_below,
     flip,
     restored,
+    save_steps,
     state_of,
     step_in,
     wait_until,
@@ -243,8 +244,7 @@ def test_a_damaged_image_in_memory_is_read_from_a_tier(place: Place) -> None:
 def test_a_copy_that_a_load_finds_damaged_counts_for_nothing_from_then_on(place: Place) -> None:
     place.config(disk={"retain": {"last": 2}})
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2)
     flip(place.folders()[1] / IMAGE)
     with place.open() as ckpt:
         assert restored(ckpt).step == 1
@@ -320,8 +320,7 @@ def test_what_may_not_be_read_is_neither_passed_over_nor_deleted(
         report = restored(ckpt, unreachable="ignore")
         assert report.step == 1
         assert any("2@1" in f"{f.what} {f.id}" for f in report.fallbacks)
-        for step in (3, 4):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 3, 4)
         wait_until(lambda: store.steps() == [2, 4], "the rules delete what could be read")
     store.heal()
     assert step_in(tierfall.load(place.yaml, step=2, attempt=1)) == 2
@@ -342,8 +341,7 @@ def test_a_file_without_the_right_to_read_it_is_not_damaged(place: Place) -> Non
                 except tierfall.errors.RestoreError as error:
                     print("unreachable" in str(error), "2@1" in str(error))
                 print(ckpt.restore(blank(), unreachable="ignore").step)
-                for step in (3, 4, 5):
-                    ckpt.save(step, state_of(step), block=True)
+                save_steps(ckpt, 3, 4, 5)
                 ckpt.drain()
             """
         )
@@ -796,8 +794,7 @@ def test_few_descriptors_are_enough_or_named(place: Place) -> None:
         import resource
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         with tierfall.open("tiers.yaml") as ckpt:
-            for step in range(1, 11):
-                ckpt.save(step, state_of(step), block=True)
+            save_steps(ckpt, *range(1, 11))
             state = blank()
             assert ckpt.restore(state).step == step_in(state) == 10
         """
@@ -852,8 +849,7 @@ def test_copies_of_a_lineage_that_was_left_stay_left_when_its_successors_are_gon
             ckpt.pin(step)
     with place.open() as ckpt:
         assert restored(ckpt, step=1).step == 1
-        for step in (2, 3, 4, 5, 6):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 2, 3, 4, 5, 6)
     with place.open() as ckpt:
         assert restored(ckpt).step == 6
         found = {(c.step, c.attempt): c.abandoned for c in ckpt.checkpoints()}

@@ -250,12 +250,14 @@ def test_a_drain_frees_no_image_whose_copy_on_a_tier_is_damaged(
     assert place.steps() == [1, 2]
 
 
+@pytest.mark.parametrize("order", ["newest_first", "in_order"])
 def test_with_a_deadline_the_newest_comes_first_and_what_is_left_stays_in_memory(
-    place: Place, died: Callable[..., None]
+    place: Place, died: Callable[..., None], order: str
 ) -> None:
+    """The next drain brings it, also to a tier that accepts copies in order, and has a newer one by now."""
     died(1, 2, 3, 4)
-    newest_first = {"flush": {"order": "newest_first"}}
-    slow = {**newest_first, "bandwidth": "200kB/s"}
+    fast = {"flush": {"order": order}}
+    slow = {**fast, "bandwidth": "200kB/s"}
     place.config(disk={"flush": {"every": 100}}, far=slow, max_wait="5s")
     document = place.json("drain", "--deadline", "1200ms", code=1)
     there = [one["step"] for one in document["done"] if one["tier"] == "far"]
@@ -267,24 +269,11 @@ def test_with_a_deadline_the_newest_comes_first_and_what_is_left_stays_in_memory
     assert document["memory_kept"]
     assert document["forecast"]
     assert in_memory(place)
-    place.config(disk={"flush": {"every": 100}}, far=newest_first, max_wait="5s")
+    place.config(disk={"flush": {"every": 100}}, far=fast, max_wait="5s")
     place.cli("drain")
     assert place.steps("far") == [1, 2, 3, 4]
     for wrong in ("soon", "10x", ""):
         assert "--deadline" in place.cli("drain", "--deadline", wrong, code=2).err
-
-
-def test_what_a_deadline_left_out_is_brought_by_the_next_drain(
-    place: Place, died: Callable[..., None]
-) -> None:
-    """Also to a tier that accepts copies in order, and has a newer one by now."""
-    died(1, 2, 3, 4)
-    place.config(disk={"flush": {"every": 100}}, far={"bandwidth": "200kB/s"}, max_wait="5s")
-    place.cli("drain", "--deadline", "1200ms", code=1)
-    assert 1 not in place.steps("far")
-    place.config(disk={"flush": {"every": 100}}, far={}, max_wait="5s")
-    place.cli("drain")
-    assert place.steps("far") == [1, 2, 3, 4]
 
 
 def test_a_drain_makes_room_on_a_full_tier(place: Place, train: Callable[..., Trainer]) -> None:

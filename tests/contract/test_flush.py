@@ -10,7 +10,7 @@ import pytest
 
 from tests.contract import faulty
 from tests.contract.faulty import Faulty
-from tests.contract.kit import Place, restored, state_of, wait_until
+from tests.contract.kit import Place, restored, save_steps, state_of, wait_until
 from tierfall.errors import CapacityError, FlushError
 
 SOON_S = 20.0
@@ -51,8 +51,7 @@ def test_every_counts_the_saved_checkpoints_over_restarts(place: Place) -> None:
         assert ckpt.save(40, state_of(40), block=True).tiers == ("disk",)
     with place.open() as ckpt:
         restored(ckpt)
-        for step in (50, 60, 70):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 50, 60, 70)
     assert place.steps("disk") == [10, 20, 30, 40, 50, 60, 70]
     assert place.steps("pfs") == [30, 60]
 

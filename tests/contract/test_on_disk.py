@@ -27,6 +27,7 @@ from tests.contract.kit import (
     blank,
     files_below,
     restored,
+    save_steps,
     state_of,
     step_in,
     training_state,
@@ -443,8 +444,7 @@ def test_a_deletion_removes_the_commit_record_first_and_syncs_that(
 ) -> None:
     place.config(disk={"retain": {"last": 1}})
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2)
         wait_until(lambda: len(place.folders()) == 1, "step 1 goes")
         ckpt.drain()
     folder = str(place.root / "disk/run/step-00000001-a0001")

@@ -33,6 +33,7 @@ from tests.contract.kit import (
     blank,
     new_place,
     restored,
+    save_steps,
     state_of,
     wait_until,
 )
@@ -112,8 +113,7 @@ def test_statistics_count_what_happened_since_open(place: Place) -> None:
         assert set(empty.newest) == {"process", "node", "site"}
         assert set(empty.newest.values()) == {None}
         assert empty.peer_survival is None
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2, 3)
         ckpt.drain()
         wait_until(lambda: ckpt.statistics().deleted_copies["disk"] == 2, "the rules are applied")
         found = ckpt.statistics()
@@ -224,8 +224,7 @@ def test_fallbacks_name_what_is_damaged_and_not_what_was_left_behind_on_purpose(
     with place.open() as ckpt:
         ckpt.pin(5)
         ckpt.restore(blank(), step=2)
-        for step in (3, 4):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 3, 4)
     with place.open() as ckpt:
         report = ckpt.restore(blank())
         assert report is not None
@@ -382,8 +381,7 @@ def test_a_slow_subscriber_holds_up_neither_saves_nor_others_nor_close(
         with place.open() as ckpt:
             ckpt.subscribe(lambda event: release.wait(60))
             ckpt.subscribe(other.append)
-            for step in (1, 2, 3):
-                ckpt.save(step, state_of(step), block=True)
+            save_steps(ckpt, 1, 2, 3)
             began = time.monotonic()
         assert time.monotonic() - began < 10
         assert [e["step"] for e in other if e["kind"] == "committed"] == [1, 2, 3]
@@ -474,8 +472,7 @@ def test_the_training_process_serves_its_metrics_while_it_is_open(place: Place, 
     place.config(disk={}, far={}, metrics={"prometheus": f"127.0.0.1:{port}"})
     commits = 'tierfall_commits_total{rank="0",run="run",tier="far"}'
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2)
         wait_until(lambda: scrape(port).get(commits) == 2, "a status of after the saves")
         found, expected = scrape(port), ckpt.metrics_dict()
         assert health(port) == (200, [])

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 import tierfall
-from tests.contract.kit import IMAGE, Place, Program, blank, flip, state_of, step_in, wait_until
+from tests.contract.kit import (
+    IMAGE,
+    Place,
+    Program,
+    blank,
+    flip,
+    save_steps,
+    state_of,
+    step_in,
+    wait_until,
+)
 from tierfall.errors import StepError, TierfallError
 
 SOON_S = 10.0
@@ -104,8 +114,7 @@ def test_for_deletes_what_is_older_and_never_the_last_two(place: Place) -> None:
     """A trainer does so by itself, though nothing is saved any more."""
     place.config(disk={"retain": {"for": "1s"}})
     with place.open() as ckpt:
-        for step in (1, 2, 3, 4):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2, 3, 4)
         assert [c.step for c in ckpt.checkpoints()] == [1, 2, 3, 4]
         settle(place, 3, 4)
 
@@ -146,8 +155,7 @@ def test_a_metric_of_best_that_no_step_has_is_reported_once_with_the_nearest(
 def test_each_tier_has_its_own_rules(place: Place) -> None:
     place.config(a={"retain": {"last": 1}}, b={"retain": {"last": 3}, "flush": {"every": 2}}, c={})
     with place.open() as ckpt:
-        for step in range(1, 9):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, *range(1, 9))
         ckpt.drain()
     settle(place, 8, tier="a")
     settle(place, 4, 6, 8, tier="b")
@@ -206,19 +214,16 @@ def test_a_tag_is_added_and_removed_later_also_one_of_the_save(place: Place) -> 
 def test_a_pin_from_outside_is_seen_before_anything_is_deleted(place: Place) -> None:
     place.config(disk={"retain": {"last": 2}})
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2)
         place.cli("pin", "1")
-        for step in (3, 4):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 3, 4)
         settle(place, 1, 3, 4)
 
 
 def test_pins_of_several_processes_at_once_are_all_kept(place: Place) -> None:
     place.config(disk={"retain": {"last": 4}})
     with place.open() as ckpt:
-        for step in range(1, 5):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, *range(1, 5))
         words = ("--config", str(place.yaml))
         commands = [Program(None, ("pin", str(step), *words), place.root, {}) for step in (1, 2)]
         ckpt.pin(3)
@@ -230,8 +235,7 @@ def test_pins_of_several_processes_at_once_are_all_kept(place: Place) -> None:
     assert pinned == [1, 2, 3, 4]
     with place.open() as ckpt:
         ckpt.restore(blank())
-        for step in range(5, 10):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, *range(5, 10))
     assert place.steps() == [1, 2, 3, 4, 6, 7, 8, 9]
 
 
@@ -240,8 +244,7 @@ def test_a_pinned_step_is_not_deleted_by_hand_and_the_last_one_only_if_asked_twi
 ) -> None:
     place.config()
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2)
         ckpt.pin(1)
         with pytest.raises(StepError, match="pinned"):
             ckpt.delete(1)
@@ -274,8 +277,7 @@ def test_the_newest_that_survives_each_loss_stays_whatever_the_rules_say(place: 
         pfs={"shared": True, "flush": {"every": 2}, "retain": {"tags": ["never"]}},
     )
     with place.open() as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2, 3)
         ckpt.drain()
         settle(place, 3)
         settle(place, 2, tier="pfs")
@@ -312,8 +314,7 @@ def test_files_of_others_are_never_touched(place: Place) -> None:
         path.write_text(text)
     with place.open() as ckpt:
         ckpt.restore(blank())
-        for step in (2, 3):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 2, 3)
         settle(place, 3)
         ckpt.delete(3, even_the_last=True)
     place.cli("rm", "--all", "--run", "run", input="run\n")
@@ -339,8 +340,7 @@ def test_a_purge_of_the_newest_is_found_before_older_ones_go(place: Place) -> No
     """A person, or a cleaner of a scratch file system, removed an image in mid-run."""
     place.config(host={"capacity": "200KiB"}, disk={"retain": {"last": 2}})
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2)
         (place.folders()[1] / IMAGE).unlink()
         ckpt.save(3, state_of(3), block=True)
         ckpt.drain()
@@ -357,8 +357,7 @@ def test_a_purge_of_the_newest_is_found_before_older_ones_go(place: Place) -> No
 def test_deleting_reaches_every_tier_and_memory(place: Place) -> None:
     place.config(host={"on_close": "keep"}, disk={}, pfs={})
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2)
         ckpt.delete(2)
         assert [c.step for c in ckpt.checkpoints()] == [1]
     assert place.ls().keys() == {"1@1"}

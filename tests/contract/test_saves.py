@@ -21,7 +21,16 @@ from torch import nn
 import tierfall
 from tests.contract import faulty
 from tests.contract.faulty import Faulty
-from tests.contract.kit import Log, Place, blank, equal, state_of, train_a_step, training_state
+from tests.contract.kit import (
+    Log,
+    Place,
+    blank,
+    equal,
+    save_steps,
+    state_of,
+    train_a_step,
+    training_state,
+)
 from tierfall.errors import (
     BackendError,
     CapacityError,
@@ -380,8 +389,7 @@ def test_the_first_save_warns_of_a_loader_that_shuffles_unless_the_state_has_its
         ckpt.save(1, {**state_of(1), "order": torch.Generator()}, block=True)
     assert log.lines("shuffles") == []
     with place.open(run="other") as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2)
     assert len(log.lines("shuffles")) == 1
     del loader
 

@@ -19,6 +19,7 @@ from tests.contract.kit import (
     equal,
     files_below,
     restored,
+    save_steps,
     state_of,
     step_in,
     training_state,
@@ -123,8 +124,7 @@ def test_several_runs_share_tiers_and_leave_each_other_alone(place: Place) -> No
     before = files_below(place.root / "disk" / "run")
     with place.open(run="other") as ckpt:
         assert ckpt.restore(blank()) is None
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2, 3)
     assert files_below(place.root / "disk" / "run") == before
     assert {r["run"] for r in place.json("runs")["runs"]} == {"run", "other"}
 

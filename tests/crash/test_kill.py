@@ -64,12 +64,20 @@ def test_a_kill_at_a_point(point: str, tmp_path: Path, memory: Path, seed: int) 
 
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("when_full", ["wait", "supersede"])
 @pytest.mark.parametrize("torture_seed", TORTURE_SEEDS)
-def test_lives_of_many_deaths(torture_seed: int, tmp_path: Path, memory: Path) -> None:
-    """Every point in a shuffled order, each after the deaths before it, and as many random kills."""
-    life = Life(tmp_path, memory, torture_seed)
-    ours = doomed.POINTS.keys() - doomed.SUPERSEDE.keys()
-    moments: list[str | None] = [*sorted(ours), *[None] * len(ours)]
+def test_lives_of_many_deaths(
+    torture_seed: int, when_full: str, tmp_path: Path, memory: Path
+) -> None:
+    """Every point in a shuffled order, each after the deaths before it, and as many random kills. Those of superseded
+    saves have a life of their own, in which most saves are superseded."""
+    life = Life(tmp_path, memory, torture_seed, when_full=when_full)
+    points = {
+        point
+        for point in doomed.POINTS
+        if (point in doomed.SUPERSEDE) == (when_full == "supersede")
+    }
+    moments: list[str | None] = [*sorted(points), *[None] * len(points)]
     life.random.shuffle(moments)
     first = next(
         point for point in moments if point not in doomed.ADOPTION
@@ -82,22 +90,4 @@ def test_lives_of_many_deaths(torture_seed: int, tmp_path: Path, memory: Path) -
             life.stop_and_kill(point)
         life.check()
     life.end()
-
-
-@pytest.mark.torture
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("torture_seed", TORTURE_SEEDS)
-def test_lives_of_many_deaths_where_most_saves_are_superseded(
-    torture_seed: int, tmp_path: Path, memory: Path
-) -> None:
-    life = Life(tmp_path, memory, torture_seed, when_full="supersede")
-    moments = [*doomed.SUPERSEDE, *[None] * len(doomed.SUPERSEDE)]
-    life.random.shuffle(moments)
-    for point in moments:
-        if point is None:
-            life.kill_at_random()
-        else:
-            life.stop_and_kill(point)
-        life.check()
-    life.end()
-    assert life.superseded
+    assert when_full == "wait" or life.superseded

@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,6 @@ import tierfall
 from tests.contract import of_ranks
 from tests.contract.kit import equal
 from tests.distributed import killing
-from tierfall.core.flush.commits import TierCommits
-from tierfall.core.flush.flusher import Flusher
-from tierfall.core.ranks.transport import StoreTransport
 
 RANK = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
 NODE = os.environ.get("GROUP_RANK") or os.environ["SLURM_NODEID"]
@@ -73,49 +68,6 @@ def train(
                 file.flush()
                 os.fsync(file.fileno())
         return report and report.step
-
-
-def cost(folder: str, saves: int, **changes: Any) -> Any:
-    """Count what the calling thread spends in save: CPU seconds, and messages or store calls of its own; and how long a
-    commit takes once the last rank's image has landed."""
-    on_caller: list[str] = []
-    landed: dict[int, float] = {}
-    there: dict[int, float] = {}
-    caller = threading.get_ident()
-    inside = False
-
-    def watch(owner: type, method: str, note: Callable[..., None]) -> None:
-        real = getattr(owner, method)
-
-        def stand_in(*args: Any, **more: Any) -> Any:
-            note(*args)
-            return real(*args, **more)
-
-        setattr(owner, method, stand_in)
-
-    def count(*args: Any) -> None:
-        if inside and threading.get_ident() == caller:
-            on_caller.append("message")
-
-    watch(StoreTransport, "send", count)
-    watch(
-        TierCommits,
-        "contribute",
-        lambda _, tier, entry, files: landed.update({entry.id.step: time.time()}),
-    )
-    watch(Flusher, "committed", lambda _, tier, id, size: there.update({id.step: time.time()}))
-    seconds = []
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        state = {"weights": {f"w{i}": torch.randn(64, 256) for i in range(200)}}
-        for step in range(1, saves + 1):
-            inside = True
-            began = time.thread_time()
-            handle = ckpt.save(step, state)
-            seconds.append(time.thread_time() - began)
-            inside = False
-            ckpt.wait_captured()
-            handle.wait("pfs", 30)
-        return {"cpu_s": seconds, "messages": len(on_caller), "landed": landed, "there": there}
 
 
 def main(functions: dict[str, Any] | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import os
 import shutil
 import time
@@ -18,7 +17,6 @@ from tests.contract.kit import equal
 from tests.distributed import killing, program
 from tierfall.core.copies.chunk_reader import ChunkReader
 from tierfall.core.restore.pulls import PullNetwork
-from tierfall.tiers.stored import StoredTier
 
 RANK, WORLD = program.RANK, int(os.environ["WORLD_SIZE"])
 
@@ -115,67 +113,6 @@ def _restore(
             "fallbacks": [f"{f.what}: {f.reason}" for f in report.fallbacks],
             "next": handle.step,
         }
-
-
-def save_large(folder: str, bytes: int, **changes: Any) -> Any:
-    """Save one tensor, on one rank."""
-    with tierfall.open(program.config(folder, **changes)) as ckpt:
-        handle = ckpt.save(1, {"w": large(bytes), "rng": None})
-        ckpt.wait_captured()
-        handle.wait("pfs", timeout=120)
-
-
-def restore_from_slow(folder: str, bytes: int, bytes_per_s: float, **changes: Any) -> Any:
-    """Restore that tensor on all ranks from ``pfs``, whose reads by all processes take ``bytes_per_s`` together. The
-    ranks begin at the same time. Their targets are one memory, to which all of them write the same: as many tensors
-    would take the memory of a small machine."""
-    dist.init_process_group("gloo")
-    slow_down("pfs", Path(folder) / "next-read", bytes_per_s)
-    target = torch.from_file(f"{folder}/target", shared=True, size=bytes, dtype=torch.uint8)
-    target.zero_()  # a training has touched its memory
-    try:
-        with tierfall.open(program.config(folder, **changes)) as ckpt:
-            dist.barrier()
-            began = time.monotonic()
-            report = ckpt.restore({"w": target, "rng": None})
-            seconds = time.monotonic() - began
-            assert report is not None
-            dist.barrier()
-            return {
-                "step": report.step,
-                "good": torch.equal(target, large(bytes)) if RANK == 0 else True,
-                "seconds": seconds,
-                "read": {s.tier: s.bytes for s in report.sources if s.rank is None},
-                "got": sum(s.bytes for s in report.sources if s.rank is not None),
-            }
-    finally:
-        dist.destroy_process_group()
-
-
-def large(bytes: int) -> torch.Tensor:
-    return torch.arange(bytes // 8).mul_(0x9E3779B97F4A7C15 - (1 << 64)).view(torch.uint8)
-
-
-def slow_down(tier: str, clock: Path, bytes_per_s: float) -> None:
-    """Let reads of a tier take turns between all processes: each begins when the ones before it have ended at that
-    rate. None is of the page cache."""
-    real = StoredTier.read_into
-
-    def read_into(self: StoredTier, *args: Any, **more: Any) -> None:
-        real(self, *args, **more)
-        if self.name != tier:
-            return
-        with clock.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            begins = max(time.monotonic(), float(file.read() or 0.0))
-            ends = begins + args[3].nbytes / bytes_per_s
-            file.truncate(0)
-            file.write(repr(ends))
-        time.sleep(max(0.0, ends - time.monotonic()))
-
-    StoredTier.read_into = read_into  # type: ignore[method-assign]
-    StoredTier.read_cached = lambda self, *args, **more: False  # type: ignore[method-assign]
 
 
 def _break(how: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import time
@@ -175,23 +174,3 @@ def test_a_rank_that_stands_still_for_a_while_costs_the_others_no_bytes(
     started.processes[2].send_signal(signal.SIGCONT)
     all_good(started.wait())
     assert max(told()) == 1, "one warning"
-
-
-@pytest.mark.torture
-def test_sixteen_ranks_restore_from_a_slow_tier_in_the_time_of_one_copy(
-    job: Callable[..., Job], tmp_path: Path
-) -> None:
-    """The time counts only on a machine that does nothing else: sixteen ranks need most of two cores."""
-    is_quiet = os.getloadavg()[0] < (os.cpu_count() or 1)
-    size, rate = 512 << 20, 100e6
-    job(1).run("save_large", bytes=size, chunk="4MiB")
-    remove(tmp_path, "nvme-0")
-    (tmp_path / "target").write_bytes(b"")
-    os.truncate(tmp_path / "target", size)
-    answers = job(16, [rank // 4 for rank in range(16)]).run(
-        "restore_from_slow", bytes=size, bytes_per_s=rate, chunk="4MiB", timeout_s=200
-    )
-    all_good(answers)
-    assert size <= read(answers, "pfs") <= size + 2 * HEADER
-    seconds = max(answer["seconds"] for answer in answers)
-    assert not is_quiet or seconds <= 1.15 * size / rate, seconds
