@@ -262,6 +262,11 @@ class Place:
         """Start a Python program in ``root``, whose ``tiers.yaml`` it finds; ``state_of`` and its like are imported."""
         return Program(code, arguments, self.root, environment)
 
+    def begin(self, *words: str) -> Program:
+        """Start ``tierfall`` on ``tiers.yaml``, and leave it running."""
+        command, *rest = words
+        return Program(None, [command, "--config", str(self.yaml), *rest], self.root, {})
+
     def start_with_a_step_in_memory(self) -> Program:
         """Start a program that has saved step 1, and sleeps."""
         program = self.start(

@@ -34,6 +34,7 @@ from tests.contract.kit import (
     step_in,
     wait_until,
 )
+from tests.contract.trainer import Trainer, trainers
 from tierfall.errors import ConfigError, FencedError, LockError, RestoreError, TierfallError
 
 SOON_S = 20.0
@@ -479,40 +480,20 @@ def test_a_folder_that_is_lost_in_mid_run_loses_nothing_and_close_says_where_it_
 
 
 @pytest.fixture
-def trainer(place: Place) -> Iterator[Any]:
-    """A living trainer of the run in another process, which saves the step that it is told."""
-    code = """
-    ckpt = tierfall.open("tiers.yaml")
-    ckpt.restore(blank())
-    print("open")
-    for line in sys.stdin:
-        step = int(line)
-        try:
-            ckpt.save(step, state_of(step)).wait(timeout=20)
-            print("saved", step)
-        except Exception as error:
-            print(type(error).__name__, str(error).splitlines()[0])
-    """
-    started = []
-
-    def start() -> Any:
-        started.append(place.start(code))
-        assert started[-1].line() == "open", started[-1].errors()
-        return started[-1]
-
-    yield start
-    for program in started:
-        program.signal(signal.SIGCONT)
-        program.kill()
+def trainer(place: Place) -> Iterator[Callable[..., Trainer]]:
+    """A living trainer of the run in another process."""
+    with trainers(place) as start:
+        yield start
 
 
-def test_a_second_start_on_this_machine_is_refused_and_named(place: Place, trainer: Any) -> None:
+def test_a_second_start_on_this_machine_is_refused_and_named(
+    place: Place, trainer: Callable[..., Trainer]
+) -> None:
     place.config()
     first = trainer()
     with pytest.raises(LockError, match=str(first.pid)):
         place.open()
-    first.tell("1")
-    assert first.line() == "saved 1"
+    first.tell("save 1")
     assert step_in(tierfall.load(place.yaml)) == 1
     for command in (
         ("prune",),
@@ -532,18 +513,17 @@ def test_a_stopped_trainer_that_a_newer_start_has_followed_writes_nothing_when_i
     place.config(disk={"shared": True, "retain": {"last": 2}})
     old = trainer()
     for step in (1, 2):
-        old.tell(str(step))
-        assert old.line() == f"saved {step}"
-    old.signal(signal.SIGSTOP)
-    old.tell("3")
+        old.tell(f"save {step}")
+    old.program.signal(signal.SIGSTOP)
+    old.program.tell("save 3")
     place.memory = place.root / "memory of another node"
     place.config(disk={"shared": True, "retain": {"last": 2}})
     with place.open() as ckpt:
         assert restored(ckpt).step == 2
         ckpt.save(3, state_of(3), block=True)
         before = {f.name: files_below(f) for f in place.folders()}
-        old.signal(signal.SIGCONT)
-        assert old.line().startswith("FencedError")
+        old.program.signal(signal.SIGCONT)
+        assert old.read().startswith("FencedError")
         after = {f.name: files_below(f) for f in place.folders()}
         assert after.items() <= before.items(), "the newer start may delete, nobody writes"
         ckpt.save(4, state_of(4), block=True)
@@ -552,7 +532,9 @@ def test_a_stopped_trainer_that_a_newer_start_has_followed_writes_nothing_when_i
     assert place.restored().step == 4
 
 
-def test_a_newer_start_fences_an_older_one_in_the_same_job(place: Place, trainer: Any) -> None:
+def test_a_newer_start_fences_an_older_one_in_the_same_job(
+    place: Place, trainer: Callable[..., Trainer]
+) -> None:
     """The handle and the next save raise a FencedError, which names the newer attempt."""
     place.config(disk={"shared": True})
     place.save(1)
@@ -564,14 +546,15 @@ def test_a_newer_start_fences_an_older_one_in_the_same_job(place: Place, trainer
         handle = ckpt.save(2, state_of(2))
         with pytest.raises(FencedError, match="attempt 3"):
             handle.wait(timeout=SOON_S)
-        other.tell("2")
-        assert other.line() == "saved 2"
+        assert 2 in other.tell("save 2")
         with pytest.raises(FencedError):
             ckpt.save(3, state_of(3))
         place.memory = memory
 
 
-def test_a_start_that_was_followed_neither_deletes_nor_pins(place: Place, trainer: Any) -> None:
+def test_a_start_that_was_followed_neither_deletes_nor_pins(
+    place: Place, trainer: Callable[..., Trainer]
+) -> None:
     place.config(disk={"shared": True})
     place.save(1, 2)
     with place.open() as ckpt:
@@ -582,8 +565,7 @@ def test_a_start_that_was_followed_neither_deletes_nor_pins(place: Place, traine
         for call, step in ((ckpt.pin, 2), (ckpt.delete, 1)):
             with pytest.raises(FencedError, match="attempt 3"):
                 call(step)
-        other.tell("3")
-        assert other.line() == "saved 3"
+        assert 3 in other.tell("save 3")
         assert place.steps() == [1, 2, 3]
         assert not any(c["pinned"] for c in place.json("ls")["checkpoints"])
     place.memory = memory

@@ -155,11 +155,7 @@ def test_a_command_that_is_interrupted_leaves_nothing_and_has_an_exit_code_of_it
     save(place, 1, elements=500_000)
     (place.root / "slow").mkdir()
     place.config(disk={}, slow={"bandwidth": "300kB/s"})
-    copying = place.start(
-        "sys.argv[:] = ['tierfall', *sys.argv[1:]]\nimport runpy\n"
-        "runpy.run_module('tierfall', run_name='__main__', alter_sys=True)",
-        *("copy", "1", "--to", "slow", "--json"),
-    )
+    copying = place.begin("copy", "1", "--to", "slow", "--json")
     wait_until(lambda: any((place.root / "slow").rglob("step-*")), "the copy has begun")
     copying.signal(signal.SIGINT)
     answer = copying.end()

@@ -297,9 +297,8 @@ def test_a_drain_that_was_killed_goes_on_where_it_stopped(
 ) -> None:
     """The file that it had begun becomes that of the image: what is in it is not sent again."""
     died(1)
-    slow = place.config(disk={"flush": {"every": 2}}, far={"bandwidth": "20kB/s"}, max_wait="60s")
-    code = "import runpy, sys\nsys.argv[1:] = ['drain']\nrunpy.run_module('tierfall', run_name='__main__')"
-    killed = place.start(code, TIERFALL_CONFIG=str(place.write(slow)))
+    place.config(disk={"flush": {"every": 2}}, far={"bandwidth": "20kB/s"}, max_wait="60s")
+    killed = place.begin("drain")
     begun = place.root / "far" / "run"
     wait_until(lambda: bool([*begun.glob("step-*/.tierfall-*.part")]), "an image is begun")
     killed.kill()
@@ -319,8 +318,7 @@ def test_a_start_waits_for_a_drain_of_what_the_one_before_left(
     died(1)
     words = {"disk": {"flush": {"every": 2}}, "max_wait": "60s"}
     place.config(far={"bandwidth": "20kB/s"}, **words)
-    code = "import runpy, sys\nsys.argv[1:] = ['drain']\nrunpy.run_module('tierfall', run_name='__main__')"
-    drains = place.start(code, TIERFALL_CONFIG=str(place.yaml))
+    drains = place.begin("drain")
     lock = next(place.memory.rglob("slot-0.lock"))
     wait_until(lambda: b"tierfall drain" in lock.read_bytes(), "it holds the run")
     place.config(far={}, **words)

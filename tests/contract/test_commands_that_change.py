@@ -180,7 +180,7 @@ def test_a_run_is_not_deleted_while_a_tier_is_away_or_if_it_was_saved_after_it_w
     assert "tier far" in refused.err
     assert files_below(beside.root) == before
     shutil.move(beside.root / "unmounted", beside.root / "far")
-    deleting = command(beside, *ALL)
+    deleting = beside.begin(*ALL)
     while "type the name" not in deleting.line():
         pass
     save(beside, 3)
@@ -216,11 +216,6 @@ def test_a_tier_that_is_only_read_keeps_its_files_and_is_named(place: Place) -> 
     assert "far" in place.cli(*ALL, input="run\n", code=1).err
     assert files_below(place.root / "far") == before
     assert place.folders("disk") == []
-
-
-def command(place: Place, *words: str) -> Program:
-    """Start a command on ``tiers.yaml``, and leave it running."""
-    return Program(None, [words[0], "--config", str(place.yaml), *words[1:]], place.root, {})
 
 
 # prune ---------------------------------------------------------------------------------------------------
@@ -387,7 +382,7 @@ def copying(place: Place) -> Iterator[Callable[..., Program]]:
         place.config(
             disk={}, slow={"flush": {"every": 9}, "bandwidth": bandwidth}, max_wait=max_wait
         )
-        started.append(command(place, "copy", "1", "--to", "slow"))
+        started.append(place.begin("copy", "1", "--to", "slow"))
         wait_until(lambda: any((place.root / "slow").rglob("step-*")), "the copy has begun")
         return started[-1]
 
@@ -433,7 +428,7 @@ def test_of_two_imports_of_one_step_the_second_says_that_the_step_is_there(place
     place.config(disk={"bandwidth": "400kB/s"}, max_wait="60s")
     torch.save({"w": torch.ones(150_000)}, place.root / "x.pt")
     words = ("import", "x.pt", "--as-step", "5")
-    first = command(place, *words)
+    first = place.begin(*words)
     wait_until(lambda: any((place.root / "disk").rglob("step-*")), "the import has begun")
     assert "5" in place.cli(*words, code=1).err
     assert first.end().code == 0

@@ -270,11 +270,7 @@ def test_each_frame_of_watch_is_one_line_of_json_until_ctrl_c_which_is_how_it_en
 ) -> None:
     place.config()
     save(place, 1)
-    watching = place.start(
-        "import runpy\nsys.argv[:] = ['tierfall', *sys.argv[1:]]\n"
-        "runpy.run_module('tierfall', run_name='__main__', alter_sys=True)",
-        *("watch", "--json", "--every", "100ms"),
-    )
+    watching = place.begin("watch", "--json", "--every", "100ms")
     first, second = (json.loads(watching.line()) for _ in range(2))
     assert first["ok"]
     assert second["wall_time_s"] > first["wall_time_s"]

@@ -28,7 +28,6 @@ from tests.contract.foreign import hub, save_dcp
 from tests.contract.kit import (
     IMAGE,
     Place,
-    Program,
     equal,
     files_below,
     flip,
@@ -329,8 +328,7 @@ def test_an_imported_step_continues_the_run_and_needs_a_step_above_all_others(
 def test_a_killed_import_leaves_nothing_that_counts(place: Place) -> None:
     place.config(disk={"bandwidth": "400kB/s"})
     torch.save({"w": torch.ones(1_000_000)}, place.root / "x.pt")
-    words = ["import", "--config", str(place.yaml), "x.pt", "--as-step", "5"]
-    importing = Program(None, words, place.root, {})
+    importing = place.begin("import", "x.pt", "--as-step", "5")
     wait_until(lambda: any((place.root / "disk").rglob("step-*")), "the import has begun")
     importing.kill()
     assert place.json("ls")["checkpoints"] == []

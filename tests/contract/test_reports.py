@@ -512,11 +512,7 @@ def test_health_is_a_503_with_the_reason_while_a_tier_takes_nothing(
 def test_beside_a_trainer_watch_serves_and_shows_the_same(place: Place, port: int) -> None:
     pytest.importorskip("prometheus_client")
     place.config()
-    watch = place.start(
-        "sys.argv[:] = ['tierfall', 'watch', '--prometheus', sys.argv[1], '--config', 'tiers.yaml'];"
-        "import runpy; runpy.run_module('tierfall', run_name='__main__')",
-        f"127.0.0.1:{port}",
-    )
+    watch = place.begin("watch", "--prometheus", f"127.0.0.1:{port}")
     try:
         assert str(port) in watch.line()
         assert health(port)[0] == 503

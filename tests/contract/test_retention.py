@@ -13,7 +13,6 @@ import tierfall
 from tests.contract.kit import (
     IMAGE,
     Place,
-    Program,
     blank,
     flip,
     save_steps,
@@ -224,8 +223,7 @@ def test_pins_of_several_processes_at_once_are_all_kept(place: Place) -> None:
     place.config(disk={"retain": {"last": 4}})
     with place.open() as ckpt:
         save_steps(ckpt, *range(1, 5))
-        words = ("--config", str(place.yaml))
-        commands = [Program(None, ("pin", str(step), *words), place.root, {}) for step in (1, 2)]
+        commands = [place.begin("pin", str(step)) for step in (1, 2)]
         ckpt.pin(3)
         for command in commands:
             answer = command.end()

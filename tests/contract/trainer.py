@@ -24,7 +24,7 @@ class Trainer:
 
     | order | it |
     |---|---|
-    | ``save N`` | saves step N, and waits until every tier has what it is owed |
+    | ``save N`` | saves step N, and waits until every tier has what it is owed; answers with an error that comes |
     | ``capture N`` | saves step N, and waits until memory has it |
     | ``pin N`` | pins it |
     | ``loop`` | answers, and saves one step after another until it is killed |
@@ -35,14 +35,15 @@ class Trainer:
     def __init__(self, place: Place, **environment: str) -> None:
         self.program: Program = place.start(_TRAINER, **environment)
         self.pid = self.program.pid
-        self.restored = self._read()
+        self.restored = self.read()
 
     def tell(self, order: str) -> Any:
         """Give an order, and return what came of it."""
         self.program.tell(order)
-        return self._read()
+        return self.read()
 
-    def _read(self) -> Any:
+    def read(self) -> Any:
+        """What came of the last order."""
         line = self.program.line()
         assert line, self.program.errors()
         return json.loads(line)
@@ -71,8 +72,12 @@ with tierfall.open("tiers.yaml") as ckpt:
         if word == "close":
             break
         if word == "save":
-            ckpt.save(numbers[0], state_of(numbers[0]), metrics={"loss": 0.5}, block=True)
-            ckpt.drain()
+            try:
+                ckpt.save(numbers[0], state_of(numbers[0]), metrics={"loss": 0.5}, block=True)
+                ckpt.drain()
+            except tierfall.errors.TierfallError as error:
+                answer(f"{type(error).__name__}: {error}")
+                continue
         if word == "capture":
             ckpt.save(numbers[0], state_of(numbers[0])).captured(30)
         if word == "pin":
