@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,8 @@ MakeJob = Callable[..., Job]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Make a job of that many ranks; it does not outlive the test."""
-    jobs: list[Job] = []
-
-    def make(world_size: int, nodes: list[int] | None = None, kind: type[Job] = Job) -> Job:
-        jobs.append(kind(tmp_path, world_size, nodes or [], program=PROGRAM))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        job.kill()
+def start(make_job: MakeJob) -> MakeJob:
+    return partial(make_job, program=PROGRAM)
 
 
 def save_and_kill(job: Job, **arguments: Any) -> None:
