@@ -18,6 +18,7 @@ from tests.contract.kit import (
     files_below,
     flip,
     folder_of,
+    restored,
     state_of,
     tierfall_command,
     wait_until,
@@ -82,7 +83,11 @@ def test_unpin_says_that_what_was_deleted_beside_its_pin_goes_now(place: Place) 
 
 def test_rm_deletes_a_step_everywhere_and_leaves_files_of_others(place: Place) -> None:
     place.config(disk={}, far={}, host={"on_close": "keep"})
-    save(place, 1, 2)
+    save(place, 1, 2, 3)
+    with place.open() as ckpt:
+        restored(ckpt)
+        ckpt.delete(3)
+        assert [c.step for c in ckpt.checkpoints()] == [1, 2]
     (folder_of(place, 1) / "notes.txt").write_text("mine")
     assert place.json("rm", "1")["done"] == ["host", "disk", "far"]
     assert place.ls() == {"2@1": {"host": "sealed", "disk": "committed", "far": "committed"}}
@@ -116,18 +121,6 @@ def test_what_counts_as_the_last_is_what_can_be_restored(place: Place) -> None:
     assert "no step is left that can be restored" in place.cli("rm", "1", code=1).err
     assert place.cli("rm", "2").out == "deleted 2@1 on disk\n"
     assert place.ls() == {"1@1": {"disk": "committed"}}
-
-
-def test_after_a_deletion_the_run_continues_from_the_step_before(place: Place) -> None:
-    place.config()
-    save(place, 1, 2)
-    place.cli("rm", "2", "--yes")
-    with place.open() as ckpt:
-        report = ckpt.restore(blank())
-        assert report is not None
-        assert report.step == 1
-        ckpt.save(2, state_of(2), block=True)
-    assert place.ls() == {"1@1": {"disk": "committed"}, "2@2": {"disk": "committed"}}
 
 
 # rm --all ------------------------------------------------------------------------------------------------

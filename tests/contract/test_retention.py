@@ -210,15 +210,6 @@ def test_a_tag_is_added_and_removed_later_also_one_of_the_save(place: Place) -> 
         settle(place, 2, 3, 4)
 
 
-def test_a_pin_from_outside_is_seen_before_anything_is_deleted(place: Place) -> None:
-    place.config(disk={"retain": {"last": 2}})
-    with place.open() as ckpt:
-        save_steps(ckpt, 1, 2)
-        place.cli("pin", "1")
-        save_steps(ckpt, 3, 4)
-        settle(place, 1, 3, 4)
-
-
 def test_pins_of_several_processes_at_once_are_all_kept(place: Place) -> None:
     place.config(disk={"retain": {"last": 4}})
     with place.open() as ckpt:
@@ -350,13 +341,3 @@ def test_a_purge_of_the_newest_is_found_before_older_ones_go(place: Place) -> No
 
 
 # Prune -----------------------------------------------------------------------------------------------
-
-
-def test_deleting_reaches_every_tier_and_memory(place: Place) -> None:
-    place.config(host={"on_close": "keep"}, disk={}, pfs={})
-    with place.open() as ckpt:
-        save_steps(ckpt, 1, 2)
-        ckpt.delete(2)
-        assert [c.step for c in ckpt.checkpoints()] == [1]
-    assert place.ls().keys() == {"1@1"}
-    assert place.steps("disk") == place.steps("pfs") == [1]
