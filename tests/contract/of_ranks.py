@@ -559,8 +559,5 @@ def values_that_differ(rank: int, folder: str, members: Sequence[int], saves: bo
         if saves:
             ckpt.save(1, state, block=True)
             return None
-        try:
-            ckpt.restore(state)
-        except TierfallError as error:
-            return [str(error), state["position"], state["w"][0].item()]
-        return ["", state["position"], state["w"][0].item()]
+        said = _refused(lambda: ckpt.restore(state))
+        return [*said[1:], state["position"], state["w"][0].item()]

@@ -53,6 +53,13 @@ def with_store(place: Place, store: Faulty, **words: Any) -> None:
     place.config(store=store.tier(**rules), plugins=[faulty.__file__], **words)
 
 
+@pytest.fixture
+def trainer(place: Place) -> Iterator[Callable[..., Trainer]]:
+    """A living trainer of the run in another process."""
+    with trainers(place) as start:
+        yield start
+
+
 # Kills -----------------------------------------------------------------------------------------------
 
 
@@ -95,24 +102,16 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_reported(place: Place) -> N
 
 @pytest.mark.parametrize("key", [IMAGE, MANIFEST, "commit.json", "latest"])
 def test_a_kill_in_the_middle_of_each_file_of_a_commit(
-    place: Place, store: Faulty, key: str
+    place: Place, store: Faulty, trainer: Callable[..., Trainer], key: str
 ) -> None:
     """Memory has the step, and the next start brings it to the tier."""
     with_store(place, store, disk={})
     place.save(1)
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.restore(blank())
-        ckpt.save(2, state_of(2)).wait("disk")
-        print("saved")
-        time.sleep(60)
-        """
-    )
+    living = trainer()
     store.set("hang", "latest" if key == "latest" else f"step-00000002-a0002/{key}", call="put")
-    assert program.line() == "saved"
+    living.tell("capture 2")
     wait_until(lambda: store.struck("hang"), "the copy is at that file")
-    program.kill()
+    living.kill()
     store.heal()
     assert (2 in store.steps()) == (key == "latest")
     assert place.restored().step == 2
@@ -121,24 +120,16 @@ def test_a_kill_in_the_middle_of_each_file_of_a_commit(
 
 
 def test_a_kill_while_a_checkpoint_is_deleted_leaves_it_whole_or_gone(
-    place: Place, store: Faulty
+    place: Place, store: Faulty, trainer: Callable[..., Trainer]
 ) -> None:
     with_store(place, store, rules={"retain": {"last": 1}})
     place.save(1)
     store.set("hang", f"step-00000001-a0001/{IMAGE}", call="delete")
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.restore(blank())
-        ckpt.save(2, state_of(2)).wait()
-        print("saved")
-        time.sleep(60)
-        """
-    )
-    assert program.line() == "saved"
+    living = trainer()
+    living.tell("capture 2")
     wait_until(lambda: store.struck("hang"), "it is being deleted")
     assert store.steps() == [2], "the commit record goes first"
-    program.kill()
+    living.kill()
     store.heal()
     assert place.restored().step == 2
     assert store.steps() == [2]
@@ -477,13 +468,6 @@ def test_a_folder_that_is_lost_in_mid_run_loses_nothing_and_close_says_where_it_
 
 
 # Second starts ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def trainer(place: Place) -> Iterator[Callable[..., Trainer]]:
-    """A living trainer of the run in another process."""
-    with trainers(place) as start:
-        yield start
 
 
 def test_a_second_start_on_this_machine_is_refused_and_named(

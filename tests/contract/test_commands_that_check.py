@@ -118,16 +118,29 @@ def test_two_copies_that_are_damaged_in_different_places_mend_each_other(copies:
 
 @pytest.mark.parametrize("codec", ["zstd", "planes"])
 def test_a_packed_copy_is_checked_and_mended_packed(place: Place, codec: str) -> None:
+    """Each file of it, in a step of its own, and all of them in one."""
     place.config(disk={"compress": {"codec": codec}}, far={})
-    save(place, 1)
-    (image,) = folder_of(place, 1).glob(f"{IMAGE}.*")
-    flip(image, image.stat().st_size // 2)
-    (found,) = damage(place)
-    assert (found["tier"], found["file"]) == ("disk", image.name)
-    place.cli("verify", "--repair")
-    assert place.json("verify")["ok"]
-    assert image.exists()
-    assert place.steps("disk") == [1]
+    save(place, *range(1, 7))
+    for step in range(1, 6):
+        folder = folder_of(place, step)
+        (image,) = folder.glob(f"{IMAGE}.*")
+        stored = folder / MANIFEST.replace(".json", ".stored.json")
+        files = [image, stored, folder / MANIFEST, folder / "commit.json"]
+        for path in files if step == 5 else [files[step - 1]]:
+            flip(path, path.stat().st_size // 2)
+    before = files_below(place.root / "far"), files_below(folder_of(place, 6))
+    assert {(one["tier"], one["step"]) for one in damage(place)} == {
+        ("disk", step) for step in range(1, 6)
+    }
+    repairs = place.json("verify", "--repair")["repairs"]
+    assert sorted((one["step"], one["done"], one["why"]) for one in repairs) == [
+        (step, True, "rewritten from far") for step in range(1, 6)
+    ]
+    document = place.json("verify")
+    assert (document["ok"], document["notes"]) == (True, [])
+    assert len(list(place.root.glob(f"disk/run/step-*/{image.name}"))) == 6
+    assert place.steps("disk") == list(range(1, 7))
+    assert (files_below(place.root / "far"), files_below(folder_of(place, 6))) == before
 
 
 def test_what_verify_found_is_known_from_then_on_until_it_is_mended(copies: Place) -> None:

@@ -40,11 +40,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[s
 @pytest.mark.parametrize(
     ("how", "ranks"),
     [
-        pytest.param("save", 2, marks=LONG),
         pytest.param("cached", 2, marks=LONG),
         pytest.param("lazy", 2, marks=LONG),
         pytest.param("beside", 2, marks=LONG),
-        pytest.param("lazy", 4, marks=LONG),
         pytest.param("process", 2, marks=LONG),
         pytest.param("no_dist", 2, marks=LONG),
         pytest.param("thread", 2, marks=LONG),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -80,20 +79,6 @@ def test_memory_of_ranks_that_are_gone_goes_once_something_newer_is_durable(
     job.kill()
     answers = start(2).run("go_on", parts=4, steps=[])
     assert [(a["step"], a["good"], a["tiers"]) for a in answers] == [(2, True, ["host"])] * 2
-
-
-@pytest.mark.torture
-def test_a_replaced_node_reads_the_shared_tier_and_the_others_their_memory(
-    start: MakeJob, tmp_path: Path
-) -> None:
-    nodes = [0, 0, 1, 1]
-    save_and_kill(start(4, nodes), steps=[1, 2])
-    shutil.rmtree(tmp_path / "memory-1")
-    shutil.rmtree(tmp_path / "nvme-1")
-    answers = start(4, nodes).run("go_on", parts=4, steps=[3])
-    assert [(a["step"], a["good"]) for a in answers] == [(2, True)] * 4
-    assert [a["tiers"] for a in answers[:2]] == [["host"]] * 2
-    assert "host" not in answers[2]["tiers"] + answers[3]["tiers"]
 
 
 def test_fewer_nodes_restore_from_memory_and_the_shared_tier(
