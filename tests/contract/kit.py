@@ -32,6 +32,7 @@ import tierfall
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
+FAULTY = Path(__file__).with_name("faulty.py")
 ELEMENTS = 20_000
 IMAGE = "rank-00000-of-00001.safetensors"
 MANIFEST = "rank-00000-of-00001.json"
@@ -190,6 +191,7 @@ class Place:
             "run": "run",
             "chunk": "64KiB",
             "max_wait": "30s",
+            **({"plugins": [str(FAULTY)]} if "faulty://" in str(tiers) else {}),
             **{name: value for name, value in words.items() if name not in tiers},
             "tiers": [
                 *([{"name": "host", "kind": "host", **host}] if has_host else []),

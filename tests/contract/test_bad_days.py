@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import tierfall
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
     IMAGE,
@@ -39,18 +38,6 @@ from tierfall.errors import ConfigError, FencedError, LockError, RestoreError, T
 
 SOON_S = 20.0
 FILES = (IMAGE, MANIFEST, "commit.json")
-
-
-@pytest.fixture
-def store(place: Place) -> Faulty:
-    """The tier ``store``, whose faults a test sets."""
-    return Faulty(place.root)
-
-
-def with_store(place: Place, store: Faulty, **words: Any) -> None:
-    """A chain of memory and the store."""
-    rules = words.pop("rules", {})
-    place.config(store=store.tier(**rules), plugins=[faulty.__file__], **words)
 
 
 @pytest.fixture
@@ -105,7 +92,7 @@ def test_a_kill_in_the_middle_of_each_file_of_a_commit(
     place: Place, store: Faulty, trainer: Callable[..., Trainer], key: str
 ) -> None:
     """Memory has the step, and the next start brings it to the tier."""
-    with_store(place, store, disk={})
+    place.config(store=store.tier(), disk={})
     place.save(1)
     living = trainer()
     store.set("hang", "latest" if key == "latest" else f"step-00000002-a0002/{key}", call="put")
@@ -122,7 +109,7 @@ def test_a_kill_in_the_middle_of_each_file_of_a_commit(
 def test_a_kill_while_a_checkpoint_is_deleted_leaves_it_whole_or_gone(
     place: Place, store: Faulty, trainer: Callable[..., Trainer]
 ) -> None:
-    with_store(place, store, rules={"retain": {"last": 1}})
+    place.config(store=store.tier(retain={"last": 1}))
     place.save(1)
     store.set("hang", f"step-00000001-a0001/{IMAGE}", call="delete")
     living = trainer()
@@ -302,9 +289,9 @@ def test_a_start_without_a_tier_that_may_have_something_newer_must_be_asked_for(
 def test_what_may_not_be_read_is_neither_passed_over_nor_deleted(
     place: Place, store: Faulty, file: str, fault: str
 ) -> None:
-    with_store(place, store)
+    place.config(store=store.tier())
     place.save(1, 2)
-    with_store(place, store, rules={"retain": {"last": 1}})
+    place.config(store=store.tier(retain={"last": 1}))
     store.set(fault, f"step-00000002-a0001/{file}")
     with place.open() as ckpt:
         with pytest.raises(RestoreError, match=r"(?s)2@1.*unreachable"):
@@ -368,9 +355,9 @@ def test_a_link_or_a_folder_in_place_of_a_file_is_reported_and_hides_nothing(
 def test_what_a_lagging_listing_leaves_out_is_asked_for_by_name(
     place: Place, store: Faulty, hidden: str
 ) -> None:
-    with_store(place, store)
+    place.config(store=store.tier())
     place.save(1, 2)
-    with_store(place, store, rules={"retain": {"last": 1}})
+    place.config(store=store.tier(retain={"last": 1}))
     store.set("hide", hidden)
     with place.open() as ckpt:
         assert restored(ckpt).step == 2
@@ -385,7 +372,7 @@ def test_what_a_lagging_listing_leaves_out_is_asked_for_by_name(
 def test_what_a_listing_shows_and_the_store_calls_absent_could_not_be_read(
     place: Place, store: Faulty
 ) -> None:
-    with_store(place, store)
+    place.config(store=store.tier())
     place.save(1, 2)
     store.set("absent", f"step-00000002-a0001/{IMAGE}")
     with pytest.raises(RestoreError, match="2@1"):
@@ -412,7 +399,7 @@ def test_a_store_that_hangs_holds_up_nothing_for_longer_than_max_wait(
     place: Place, store: Faulty
 ) -> None:
     """Neither save, nor close, nor the end of the program, nor the commands, nor the next start."""
-    with_store(place, store, disk={}, max_wait="100ms")
+    place.config(store=store.tier(), disk={}, max_wait="100ms")
     place.save(1)
     store.set("hang")
     program = place.start(
@@ -437,7 +424,7 @@ def test_a_store_that_hangs_holds_up_nothing_for_longer_than_max_wait(
 def test_a_store_that_loses_what_it_accepts_is_noticed_before_another_copy_goes(
     place: Place, store: Faulty
 ) -> None:
-    with_store(place, store, rules={"retain": {"last": 1}})
+    place.config(store=store.tier(retain={"last": 1}))
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         store.set("lose", f"step-00000002-a0001/{IMAGE}")
@@ -563,12 +550,12 @@ def test_of_two_starts_at_the_same_moment_each_has_a_number_of_its_own(
 ) -> None:
     """The store holds up the record of one until the other has taken its number. It takes the next one, and counts as
     the newer start."""
-    with_store(place, store)
+    place.config(store=store.tier())
     place.save(1)
     (place.root / "way").symlink_to(store.folder)
     other = Place(place.root / "other", place.root / "other memory")
     other.root.mkdir()
-    with_store(other, store)
+    other.config(store=store.tier())
     store.set("hang", "attempts", call="put")
     late = other.start(
         """
@@ -578,7 +565,7 @@ def test_of_two_starts_at_the_same_moment_each_has_a_number_of_its_own(
         """
     )
     wait_until(lambda: store.struck("hang"), "it has chosen its number")
-    with_store(place, Faulty(place.root, "way"))
+    place.config(store=Faulty(place.root, "way").tier())
     with place.open() as ckpt:
         assert restored(ckpt).step == 1
         assert ckpt.save(2, state_of(2), block=True).attempt == 2

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import Place, save_steps, state_of, wait_until
 from tierfall.errors import CapacityError
@@ -54,11 +53,10 @@ def test_a_full_tier_deletes_what_a_rule_would_keep_if_nothing_else_is_left(plac
     assert place.steps() == [3, 4, 5]
 
 
-def test_what_no_rule_keeps_makes_room_before_what_one_keeps(place: Place) -> None:
+def test_what_no_rule_keeps_makes_room_before_what_one_keeps(place: Place, store: Faulty) -> None:
     """Nothing else has deleted step 2 yet: a deletion first reads what is decided, which the store holds up."""
-    store = Faulty(place.root)
     rules = {**THREE, "retain": {"tags": ["keep"]}}
-    place.config(store=store.tier(**rules), plugins=[faulty.__file__])
+    place.config(store=store.tier(**rules))
     with place.open() as ckpt:
         save_steps(ckpt, 1, tags=["keep"])
         save_steps(ckpt, 2)
@@ -111,13 +109,13 @@ def test_a_pin_makes_no_room_and_its_removal_does_at_once(place: Place) -> None:
         assert place.steps() == [2, 3]
 
 
-def test_what_a_slower_tier_is_owed_makes_no_room_until_it_has_it(place: Place) -> None:
-    store = Faulty(place.root)
+def test_what_a_slower_tier_is_owed_makes_no_room_until_it_has_it(
+    place: Place, store: Faulty
+) -> None:
     place.config(
         host={"capacity": "400KiB"},
         disk={"capacity": "330KiB"},
         store=store.tier(),
-        plugins=[faulty.__file__],
     )
     with place.open() as ckpt:
         store.set("refuse", "step-")
@@ -203,9 +201,8 @@ def test_a_disk_that_others_fill_is_reported_and_gets_what_it_is_owed_later(
     assert place.restored().step == 2
 
 
-def test_a_store_without_room_deletes_what_its_rules_allow(place: Place) -> None:
-    store = Faulty(place.root)
-    place.config(store=store.tier(), plugins=[faulty.__file__])
+def test_a_store_without_room_deletes_what_its_rules_allow(place: Place, store: Faulty) -> None:
+    place.config(store=store.tier())
     with place.open() as ckpt:
         save_steps(ckpt, 1, 2)
         store.set("full", "step-00000003")

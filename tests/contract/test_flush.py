@@ -8,20 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import Place, restored, save_steps, state_of, wait_until
 from tierfall.errors import CapacityError, FlushError
 
 SOON_S = 20.0
-PLUGIN = [faulty.__file__]
 SLOW = {"bandwidth": "10kB/s"}
-
-
-@pytest.fixture
-def store(place: Place) -> Faulty:
-    """The tier ``store``, whose faults a test sets."""
-    return Faulty(place.root)
 
 
 def away(place: Place, tier: str) -> None:
@@ -83,7 +75,7 @@ def test_in_order_is_the_default_and_newest_first_begins_with_the_newest(
 ) -> None:
     """Both get all of them."""
     for name, flush in (("a", {}), ("b", {"order": "newest_first"})):
-        place.config(disk={}, store=store.tier(flush=flush), plugins=PLUGIN, run=name)
+        place.config(disk={}, store=store.tier(flush=flush), run=name)
         with place.open() as ckpt:
             ckpt.save(1, state_of(1), block=True)
             store.set("hang", "step-00000002", call="put")
@@ -109,7 +101,6 @@ def test_newest_first_gives_up_what_retention_would_delete_at_once(
     place.config(
         disk={},
         store=store.tier(flush={"order": "newest_first"}, retain={"last": 1}),
-        plugins=PLUGIN,
         on_error="raise",
     )
     with place.open() as ckpt:
@@ -132,7 +123,7 @@ def test_newest_first_gives_up_what_retention_would_delete_at_once(
 def test_a_tier_further_behind_than_within_is_reported_once_and_counted(
     place: Place, store: Faulty, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.config(disk={}, store=store.tier(flush={"within": "300ms"}), plugins=PLUGIN)
+    place.config(disk={}, store=store.tier(flush={"within": "300ms"}))
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         before = ckpt.statistics().late["store"]  # 0, unless this machine stood still
@@ -159,7 +150,7 @@ TWO = {"capacity": "400KiB"}
 def test_supersede_gives_up_the_oldest_that_only_waits(place: Place, store: Faulty) -> None:
     """Neither the one that is being copied, nor a newer one that waits, too."""
     host = {"capacity": "800KiB", "when_full": "supersede"}
-    place.config(host=host, store=store.tier(), plugins=PLUGIN)
+    place.config(host=host, store=store.tier())
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         store.set("hang", "step-00000002", call="put")
@@ -184,7 +175,7 @@ def test_supersede_gives_up_the_oldest_that_only_waits(place: Place, store: Faul
 
 def test_a_tiers_own_when_full_gives_up_copies_to_it_alone(place: Place, store: Faulty) -> None:
     """The other tier gets all of them."""
-    place.config(host=TWO, disk={}, store=store.tier(when_full="supersede"), plugins=PLUGIN)
+    place.config(host=TWO, disk={}, store=store.tier(when_full="supersede"))
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         store.set("hang", "step-00000002", call="put")
@@ -271,7 +262,7 @@ def test_close_waits_for_max_wait_and_leaves_the_rest_in_memory(
 ) -> None:
     """``tierfall drain`` brings it to its tier, and frees the memory."""
     disk = {"flush": {"every": 2}}
-    place.config(disk=disk, store=store.tier(), plugins=PLUGIN, max_wait="300ms")
+    place.config(disk=disk, store=store.tier(), max_wait="300ms")
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         store.set("refuse")
@@ -291,7 +282,7 @@ def test_close_waits_for_max_wait_and_leaves_the_rest_in_memory(
 
 
 def test_close_tries_a_tier_once_more_that_was_failing(place: Place, store: Faulty) -> None:
-    place.config(store=store.tier(), plugins=PLUGIN)
+    place.config(store=store.tier())
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         store.set("refuse")

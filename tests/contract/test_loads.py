@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import tierfall
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
     IMAGE,
@@ -161,9 +160,8 @@ def test_a_damaged_shard_is_read_from_the_next_tier_if_the_configuration_names_o
     )
 
 
-def test_what_may_not_be_read_is_an_error_and_no_older_step(place: Place) -> None:
-    store = Faulty(place.root)
-    place.config(store=store.tier(), plugins=[faulty.__file__])
+def test_what_may_not_be_read_is_an_error_and_no_older_step(place: Place, store: Faulty) -> None:
+    place.config(store=store.tier())
     place.save(1, 2)
     store.set("deny", "step-00000002-a0001/rank")
     with pytest.raises(RestoreError, match="2@1"):
@@ -342,10 +340,9 @@ def test_a_pointer_to_what_is_gone_or_damaged_or_not_there_is_an_error_that_name
         tierfall.read_pointer(own.root / "disk")
 
 
-def test_a_pointer_has_no_options_of_a_store(place: Place, log: Log) -> None:
-    store = Faulty(place.root)
+def test_a_pointer_has_no_options_of_a_store(place: Place, store: Faulty, log: Log) -> None:
     secret = store.tier(options={"secret": "VERY-SECRET"})
-    place.config(disk={}, store=secret, plugins=[faulty.__file__])
+    place.config(disk={}, store=secret)
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         ckpt.write_pointer(place.root / "p", 1)

@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import tierfall
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
     IMAGE,
@@ -351,10 +350,9 @@ def test_a_pointer_is_a_document_that_names_step_and_tiers(place: Place) -> None
 # The order of writes ---------------------------------------------------------------------------------
 
 
-def test_the_commit_record_is_written_last(place: Place) -> None:
+def test_the_commit_record_is_written_last(place: Place, store: Faulty) -> None:
     """Before it there is no checkpoint, though all its files are whole."""
-    store = Faulty(place.root)
-    place.config(store=store.tier(), plugins=[faulty.__file__])
+    place.config(store=store.tier())
     with place.open() as ckpt:
         store.set("hang", "commit.json", call="put")
         handle = ckpt.save(1, state_of(1))

@@ -24,7 +24,6 @@ import pytest
 import torch
 
 import tierfall
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
     ROOT,
@@ -40,16 +39,8 @@ from tests.contract.kit import (
 from tierfall.errors import CaptureError, ConfigError, RestoreError, TierfallError
 
 SOON_S = 20.0
-PLUGIN = [faulty.__file__]
 EVENT_PAGE = ROOT / "docs" / "metrics.md"
 METRIC_PAGE = ROOT / "docs" / "metrics.md"
-
-
-@pytest.fixture
-def store(place: Place) -> Iterator[Faulty]:
-    made = Faulty(place.root)
-    yield made
-    made.heal()
 
 
 # Listings and statistics -----------------------------------------------------------------------------
@@ -83,7 +74,7 @@ def test_checkpoints_tell_what_lies_where(place: Place) -> None:
 def test_what_is_on_its_way_is_owed_and_a_drain_says_what_is_left(
     place: Place, store: Faulty
 ) -> None:
-    place.config(disk={}, store=store.tier(), plugins=PLUGIN, max_wait="1s")
+    place.config(disk={}, store=store.tier(), max_wait="1s")
     with place.open() as ckpt:
         assert ckpt.drain().done == ()
         store.set("hang", "step-", call="put")
@@ -495,7 +486,7 @@ def test_health_is_a_503_with_the_reason_while_a_tier_takes_nothing(
 ) -> None:
     pytest.importorskip("prometheus_client")
     metrics = {"prometheus": f"127.0.0.1:{port}"}
-    place.config(disk={}, store=store.tier(), plugins=PLUGIN, metrics=metrics, max_wait="0.3s")
+    place.config(disk={}, store=store.tier(), metrics=metrics, max_wait="0.3s")
     with place.open() as ckpt:
         wait_until(lambda: health(port) == (200, []), "the first status")
         store.set("refuse")

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import tierfall
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
     IMAGE,
@@ -270,10 +269,9 @@ def test_a_step_that_is_damaged_everywhere_gives_way_to_an_older_one(
         ckpt.restore(blank())
 
 
-def test_a_tier_that_cannot_be_listed_is_not_an_empty_one(place: Place) -> None:
-    store = Faulty(place.root)
+def test_a_tier_that_cannot_be_listed_is_not_an_empty_one(place: Place, store: Faulty) -> None:
     disk = {"flush": {"every": 2}}
-    place.config(disk=disk, store=store.tier(), plugins=[faulty.__file__], max_wait="0.5s")
+    place.config(disk=disk, store=store.tier(), max_wait="0.5s")
     place.save(1, 2, 3)
     store.set("away", "run")
     with place.open() as ckpt:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 import tierfall
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
     Log,
@@ -42,15 +41,6 @@ from tierfall.errors import (
 )
 
 SOON_S = 20.0
-PLUGIN = [faulty.__file__]
-
-
-@pytest.fixture
-def store(place: Place) -> Iterator[Faulty]:
-    """A tier that takes nothing while a test holds it."""
-    made = Faulty(place.root)
-    yield made
-    made.heal()
 
 
 def loaded(place: Place, step: int, tier: str = "disk") -> dict[str, Any]:
@@ -109,7 +99,7 @@ def test_statistics_of_a_save_name_its_bytes_and_the_seconds_until_each_tier(pla
 
 
 def test_a_wait_ends_with_its_timeout_and_any_thread_may_wait(place: Place, store: Faulty) -> None:
-    place.config(store=store.tier(), plugins=PLUGIN)
+    place.config(store=store.tier())
     with place.open() as ckpt:
         store.set("hang", call="put")
         handle = ckpt.save(1, state_of(1))
@@ -151,7 +141,7 @@ def test_a_callback_is_made_once_on_a_thread_of_its_own_also_if_the_save_is_done
 
 
 def test_close_calls_back_for_what_it_leaves_behind(place: Place, store: Faulty) -> None:
-    place.config(disk={}, store=store.tier(), plugins=PLUGIN, max_wait="0.3s")
+    place.config(disk={}, store=store.tier(), max_wait="0.3s")
     made: list[BaseException | None] = []
     ckpt = place.open()
     store.set("refuse")
@@ -209,7 +199,7 @@ def test_a_save_without_room_in_memory_is_skipped_after_max_wait_or_at_once(
 ) -> None:
     max_wait_s = {"wait": 1, "skip": 30}[when_full]
     host = {"capacity": THREE_IMAGES, "when_full": when_full}
-    place.config(store=store.tier(), plugins=PLUGIN, host=host, max_wait=f"{max_wait_s}s")
+    place.config(store=store.tier(), host=host, max_wait=f"{max_wait_s}s")
     with place.open() as ckpt:
         store.set("hang", "step-", call="put")
         began = time.monotonic()
@@ -228,7 +218,7 @@ def test_a_save_without_room_in_memory_is_skipped_after_max_wait_or_at_once(
 
 def test_a_save_may_wait_for_room_and_then_be_saved(place: Place, store: Faulty) -> None:
     host = {"capacity": THREE_IMAGES}
-    place.config(store=store.tier(), plugins=PLUGIN, host=host, max_wait="20s")
+    place.config(store=store.tier(), host=host, max_wait="20s")
     with place.open() as ckpt:
         store.set("hang", "step-", call="put")
         for step in (1, 2, 3):
