@@ -59,6 +59,11 @@ def run(arguments: Sequence[str], input: str | None = None) -> Answer:
     return Answer(result.exit_code, result.stdout, result.stderr)
 
 
+def folder(root: Path, step: int = 1) -> Path:
+    """The folder of a step of the first attempt on a tier."""
+    return root / "run" / f"step-{step:08d}-a0001"
+
+
 def save_on_two_nodes(tmp_path: Path) -> dict[str, Any]:
     """Save one step of two nodes; return the configuration of the first, which keeps its image in memory."""
 

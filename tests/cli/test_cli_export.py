@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from cli_kit import Cli
 
+from tests.contract.kit import IMAGE
 from tierfall.cli import commands
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
-IMAGE = "rank-00000-of-00001.safetensors"
 
 
 @pytest.fixture

@@ -13,13 +13,12 @@ from cli_kit import Cli, run
 
 import tierfall
 from tests import json_page
-from tests.contract.kit import flip
+from tests.contract.kit import IMAGE, flip
 from tests.contract.trainer import Trainer
 from tests.steps import state_of, wait_until
 from tierfall.cli import app
 from tierfall.telemetry.figures import FIGURES
 
-IMAGE = "rank-00000-of-00001.safetensors"
 METRICS = {"loss": 0.5, "bad": float("nan")}
 LOOKS = ("ls", "latest", "runs", "show 3", "prune --dry-run", "verify")
 RARELY = {

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, save_on_two_nodes
+from cli_kit import Cli, folder, save_on_two_nodes
 
 import tierfall
-from tests.contract.kit import flip
+from tests.contract.kit import IMAGE, MANIFEST, flip
 from tests.steps import files_below, state_of, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.format import documents
@@ -25,13 +25,7 @@ from tierfall.ops import sync
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
-IMAGE = "rank-00000-of-00001.safetensors"
-MANIFEST = "rank-00000-of-00001.json"
 TWO = CheckpointId(2, 1)
-
-
-def folder(root: Path, step: int = 1) -> Path:
-    return root / "run" / f"step-{step:08d}-a0001"
 
 
 def files_of_persons(root: Path) -> dict[str, bytes]:
