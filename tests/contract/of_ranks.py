@@ -385,13 +385,18 @@ def load_model(rank: int, folder: str) -> list[Any]:
 
 
 def train_by_dcp(
-    rank: int, folder: str, until: int, members: Sequence[int], lazily: bool = False
+    rank: int,
+    folder: str,
+    until: int,
+    members: Sequence[int],
+    lazily: bool = False,
+    layout: str = "fsdp",
 ) -> Any:
     """The same training, whose loop saves and loads by ``torch.distributed.checkpoint``."""
     training, group = dist.new_group(list(members)), dist.new_group(list(members))
     if rank not in members:
         return None
-    model = model_of("fsdp", training, len(members))
+    model = model_of(layout, training, len(members))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with tierfall.open(config(folder), process_group=group) as ckpt:
         stager, future, first, restored = LazyStager(ckpt), None, 1, ""
