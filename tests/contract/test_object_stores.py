@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import botocore.session
 import pytest
 import torch
 import zstandard
@@ -50,31 +49,25 @@ class Bucket:
     def __init__(self, server: SeaweedFS) -> None:
         self.server = server
         self.prefix = secrets.token_hex(6)
-        self._client = botocore.session.get_session().create_client(
-            "s3",
-            endpoint_url=server.endpoint,
-            aws_access_key_id=KEY,
-            aws_secret_access_key=SECRET,
-            region_name="us-east-1",
-        )
+        self._bucket = server.bucket("contract")
 
     def tier(self, **settings: Any) -> dict[str, Any]:
         url = f"s3://contract/{self.prefix}"
         return {"kind": "object", "url": url, "options": self.server.options(), **settings}
 
     def names(self) -> list[str]:
-        found = self._client.list_objects_v2(Bucket="contract", Prefix=f"{self.prefix}/")
-        return [entry["Key"].removeprefix(f"{self.prefix}/") for entry in found.get("Contents", ())]
+        prefix = f"{self.prefix}/"
+        return [key.removeprefix(prefix) for key in self._bucket.keys(prefix)]
 
     def get(self, key: str) -> bytes:
-        answer = self._client.get_object(Bucket="contract", Key=f"{self.prefix}/{key}")
-        return bytes(answer["Body"].read())
+        return self._bucket.get(f"{self.prefix}/{key}")
 
     def steps(self) -> list[int]:
         return sorted(int(k.split("/")[1][5:13]) for k in self.names() if k.endswith("commit.json"))
 
     def uploads(self) -> int:
-        found = self._client.list_multipart_uploads(Bucket="contract", Prefix=f"{self.prefix}/")
+        client = self._bucket.client
+        found = client.list_multipart_uploads(Bucket="contract", Prefix=f"{self.prefix}/")
         return len(found.get("Uploads", ()))
 
 
