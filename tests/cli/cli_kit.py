@@ -9,6 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from tests.contract import of_ranks
 from tests.contract.kit import Answer
 from tests.core.ranks.threads import network, on_all
 from tests.steps import state_of
@@ -68,18 +69,8 @@ def save_on_two_nodes(tmp_path: Path) -> dict[str, Any]:
     """Save one step of two nodes; return the configuration of the first, which keeps its image in memory."""
 
     def config(node: str) -> dict[str, Any]:
-        host = {"name": "host", "kind": "host", "folder": str(tmp_path / node / "memory")}
-        tiers = [
-            {**host, "on_close": "keep"},
-            {
-                "name": "nvme",
-                "kind": "file",
-                "path": str(tmp_path / node / "nvme"),
-                "shared": False,
-            },
-            {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "shared": True},
-        ]
-        return {"run": "run", "max_wait": "10s", "chunk": "64KiB", "tiers": tiers}
+        words = {"host": {"on_close": "keep"}, "max_wait": "10s"}
+        return of_ranks.config(str(tmp_path), node, **words)
 
     def train(rank: int) -> None:
         made = Config.model_validate(config("ab"[rank]))
