@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import tierfall
 from tests.contract import of_ranks
-from tests.contract.kit import equal
+from tests.contract.kit import equal, wait_until
 from tests.distributed import killing, program
 from tests.distributed.program import NODE, RANK, main
 from tierfall.core.types.values import CheckpointId, Shard
@@ -94,7 +94,7 @@ def bring_back(
         restored = ckpt.restore(state)
         assert restored is not None
         assert equal(state, make_state(restored.step))
-        wait_until(lambda: has_again(ckpt, restored.step))
+        wait_until(lambda: has_again(ckpt, restored.step), "peer memory has it again", 60)
         note(folder, restored.step, "again")
         Path(folder, f"ready-{RANK}").touch()
         time.sleep(600)
@@ -171,18 +171,22 @@ def outlast(folder: str, **changes: Any) -> dict[str, Any]:
         ckpt.save(1, make_state(1)).wait("peers", 30)
         handle = ckpt.save(2, make_state(2))
         ckpt.wait_captured()
-        wait_until(sending.exists)
+        wait_until(sending.exists, "step 2 is being sent", 60)
         if RANK:
-            wait_until(behind.exists)  # it is stopped meanwhile
+            wait_until(behind.exists, "rank 0 is told of it", 60)  # it is stopped meanwhile
         began_s = time.monotonic()
         ckpt.save(3, make_state(3))
         ckpt.wait_captured()
         blocked_s = time.monotonic() - began_s
         if not RANK:
-            wait_until(handle.exception)
+            wait_until(lambda: handle.exception() is not None, "the copy fails", 60)
             behind.touch()
         why = str(handle.exception())
-        wait_until(lambda: any(c.step == 3 and "peers" in c.copies for c in ckpt.checkpoints()))
+        wait_until(
+            lambda: any(c.step == 3 and "peers" in c.copies for c in ckpt.checkpoints()),
+            "peer memory has step 3",
+            60,
+        )
     return {"blocked_s": blocked_s, "why": why}
 
 
@@ -190,14 +194,6 @@ def has_again(ckpt: tierfall.Checkpointer, step: int) -> bool:
     """Whether peer memory has a restored step on all nodes again; an older one may be there before."""
     survival = ckpt.statistics().peer_survival
     return survival is not None and survival.step >= step
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        if time.monotonic() > deadline:
-            raise TimeoutError("it does not come about")
-        time.sleep(0.02)
 
 
 def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str, Any]:
