@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, Trainer
+from cli_kit import Cli
 
 import tierfall
+from tests.contract.kit import Place
+from tests.contract.trainer import Trainer, trainers
 from tests.steps import blank, state_of
 
 
@@ -37,14 +39,7 @@ def saved() -> Callable[..., None]:
 
 
 @pytest.fixture
-def train(request: pytest.FixtureRequest) -> Iterator[Callable[[Cli], Trainer]]:
+def train(tmp_path: Path, memory: Path) -> Iterator[Callable[[Cli], Trainer]]:
     """``train(cli)``: a trainer that lives in a process of its own, killed at the end."""
-    trainers: list[Trainer] = []
-
-    def start(cli: Cli) -> Trainer:
-        trainers.append(Trainer(cli.path))
-        return trainers[-1]
-
-    yield start
-    for trainer in trainers:
-        trainer.kill()
+    with trainers(Place(tmp_path, memory)) as start:
+        yield lambda cli: start()

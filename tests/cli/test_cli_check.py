@@ -136,16 +136,6 @@ def test_a_disk_without_room_is_not_filled(cli: Cli, monkeypatch: pytest.MonkeyP
     cli("check", "--size", "200KiB")
 
 
-def test_before_the_first_start_memory_has_no_folder_yet(
-    make_cli: MakeCli, tmp_path: Path, memory: Path
-) -> None:
-    cli = make_cli(host={"folder": str(memory / "not" / "yet")})
-    (tmp_path / "disk").mkdir()
-    document = cli.json("check", *SMALL)
-    assert tier(document, "host")["free_bytes"] > 0
-    assert list(memory.iterdir()) == []
-
-
 def with_store(cli: Cli, url: str, options: dict[str, Any]) -> None:
     store = {"name": "store", "kind": "object", "url": url, "options": options}
     cli.configure({**cli.config, "tiers": [*cli.config["tiers"], store]})

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, Trainer, flip
+from cli_kit import Cli
 
+from tests.contract.kit import IMAGE
 from tierfall.cli import commands
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
-IMAGE = "rank-00000-of-00001.safetensors"
 
 
 @pytest.fixture
@@ -25,19 +25,6 @@ def cli(make_cli: MakeCli, saved: Saved) -> Cli:
 
 
 # export ----------------------------------------------------------------------------------------------
-
-
-def test_an_export_reads_from_the_tier_that_is_named(cli: Cli, tmp_path: Path) -> None:
-    flip(tmp_path / "far/run/step-00000002-a0001" / IMAGE, -1)
-    words = ("export", "2", "--to", str(tmp_path / "out"))
-    assert "damaged in every copy" in cli(*words, "--tier", "far", code=1).err
-    flip(tmp_path / "disk/run/step-00000002-a0001" / IMAGE, 70_000)
-    document = cli.json(*words)
-    assert set(document["sources"]) == {"disk", "far"}
-    assert "on disk" in document["fallbacks"][0]["what"]
-    assert "skipped: chunk 1 of 2@1 on disk" in cli(*words, "--force").out
-    assert "step 1 is not there" in cli(*words[:1], "1", *words[2:], "--tier", "far", code=1).err
-    assert "no tier is named 'nvme'" in cli(*words, "--tier", "nvme", code=2).err
 
 
 @pytest.mark.parametrize("gone", [("commit.json", IMAGE), (IMAGE,)])
@@ -58,13 +45,3 @@ def test_a_step_that_is_dropped_while_it_is_exported_is_not_called_damaged(
         assert err == "tierfall: export: 1@1 was deleted while it was read\n"
     else:
         assert "damaged in every copy" in err
-
-
-def test_beside_a_trainer_a_step_in_its_memory_is_exported(
-    make_cli: MakeCli, train: Callable[[Cli], Trainer], tmp_path: Path
-) -> None:
-    cli = make_cli(disk={"flush": {"every": 2}})
-    trainer = train(cli)
-    trainer.tell("capture 1")
-    document = cli.json("export", "1", "--to", str(tmp_path / "out"))
-    assert list(document["sources"]) == ["host"]

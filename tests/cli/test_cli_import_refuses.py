@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import gzip
 import pickle
-import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from cli_kit import Cli
 
+from tests.contract.foreign import save_dcp
 from tests.steps import files_below
 
 MakeCli = Callable[..., Cli]
@@ -43,13 +41,6 @@ def refused(cli: Cli, path: Path) -> str:
     assert str(path) in answer.err or str(path.parent) in answer.err
     assert files_below(cli.folder / "disk") == before
     return answer.err
-
-
-def save_dcp(folder: Path, state: dict[str, Any]) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
 
 
 # Parts of a checkpoint -------------------------------------------------------------------------------

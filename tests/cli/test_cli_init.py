@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_kit import Answer, run
+from cli_kit import run
 
+from tests.contract.kit import Answer
 from tierfall.config import Config, load_config
 
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import typer.main
-from cli_kit import Cli, Trainer, flip, run
+from cli_kit import Cli, run
 
 import tierfall
 from tests import json_page
+from tests.contract.kit import IMAGE, flip
+from tests.contract.trainer import Trainer
 from tests.steps import state_of, wait_until
 from tierfall.cli import app
 from tierfall.telemetry.figures import FIGURES
 
-IMAGE = "rank-00000-of-00001.safetensors"
 METRICS = {"loss": 0.5, "bad": float("nan")}
 LOOKS = ("ls", "latest", "runs", "show 3", "prune --dry-run", "verify")
 RARELY = {
@@ -137,7 +138,7 @@ def test_the_page_has_what_is_printed_beside_a_trainer_and_after_its_death(
 ) -> None:
     cli, page = make_cli(disk={"bandwidth": "100kB/s"}), Page()
     trainer = train(cli)
-    trainer.say("save 1")
+    trainer.program.tell("save 1")
 
     def copying() -> bool:
         document = page.check(cli.json("watch", "--once"), "watch")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, Trainer
+from cli_kit import Cli
 
-import tierfall
-from tests.steps import memory_of, state_of
+from tests.contract.trainer import Trainer
+from tests.steps import memory_of
 from tierfall.core.format.records import parse_attempt_record
 from tierfall.policies.placement import place_copies
 
@@ -31,19 +31,6 @@ def config(make_config: MakeConfig, tmp_path: Path) -> dict[str, Any]:
 def kept_in(config: dict[str, Any]) -> Path:
     """The folder of what this node keeps for others, of a run with these tiers."""
     return Path(config["tiers"][1]["path"]) / memory_of(config).name / "run"
-
-
-def test_a_run_of_one_node_leaves_the_tier_out(
-    config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "tierfall")
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        assert [*ckpt.checkpoints()[0].copies] == ["host", "disk"]
-        ckpt.write_pointer(tmp_path / "pointer", 1)
-    assert "open: there is one node, so tier peers is left out" in caplog.messages
-    assert not (tmp_path / "peers").exists()
-    assert tierfall.load(config).keys() == tierfall.load(tmp_path / "pointer").keys()
 
 
 @pytest.fixture

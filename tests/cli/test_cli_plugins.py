@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli_kit import ROOT, run_process
+from cli_kit import ROOT
 
 from tests import forked
+from tests.contract.kit import tierfall_command
 from tierfall.backends.toolkit import object_store as backends
 from tierfall.config import load_config
 from tierfall.core.types.errors import ConfigError
@@ -76,7 +77,7 @@ def test_a_module_that_the_program_has_imported_is_not_imported_again(
     done = forked.run([str(script)], cwd=Path("/"))
     assert done.stdout.splitlines()[0] == "imported", done.stderr
     assert len(done.stdout.splitlines()) == 2
-    assert run_process("ls", "--config", str(place / "tiers.yaml")).out.startswith("imported")
+    assert tierfall_command("ls", "--config", str(place / "tiers.yaml")).out.startswith("imported")
 
 
 def test_a_module_may_import_what_is_beside_it(place: Path, memory: Path) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, flip, save_on_two_nodes
+from cli_kit import Cli, folder, save_on_two_nodes
 
 import tierfall
+from tests.contract.kit import IMAGE, MANIFEST, flip
 from tests.steps import files_below, state_of, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.format import documents
@@ -24,15 +25,7 @@ from tierfall.ops import sync
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
-IMAGE = "rank-00000-of-00001.safetensors"
-MANIFEST = "rank-00000-of-00001.json"
-STORED = "rank-00000-of-00001.stored.json"
-SUFFIX = {"none": "", "zstd": ".zst", "planes": ".tfz"}
 TWO = CheckpointId(2, 1)
-
-
-def folder(root: Path, step: int = 1) -> Path:
-    return root / "run" / f"step-{step:08d}-a0001"
 
 
 def files_of_persons(root: Path) -> dict[str, bytes]:
@@ -64,40 +57,6 @@ def make(make_config: MakeConfig, tmp_path: Path) -> Callable[..., Cli]:
 @pytest.fixture
 def cli(make: Callable[..., Cli]) -> Cli:
     return make()
-
-
-@pytest.mark.parametrize(
-    ("here", "there"), [("none", "planes"), ("zstd", "none"), ("planes", "zstd")]
-)
-def test_whatever_is_damaged_is_written_anew_as_the_tier_packs(
-    make: Callable[..., Cli], tmp_path: Path, here: str, there: str
-) -> None:
-    kinds = ["commit", "manifest", "image", "missing", "all", *(["record"] * (here != "none"))]
-    cli = make(here, there, steps=len(kinds) + 1)
-    for step, what in enumerate(kinds, 1):
-        disk = folder(tmp_path / "disk", step)
-        image = disk / f"{IMAGE}{SUFFIX[here]}"
-        if what in ("commit", "all"):
-            flip(disk / "commit.json", 40)
-        if what in ("manifest", "all"):
-            flip(disk / MANIFEST, 40)
-        if what in ("image", "all"):
-            flip(image, image.stat().st_size // 2)
-        if what in ("record", "all") and here != "none":
-            flip(disk / STORED, 40)
-        if what == "missing":
-            image.unlink()
-    whole = folder(tmp_path / "disk", len(kinds) + 1)
-    others = files_below(tmp_path / "far"), files_below(whole)
-    document = cli.json("verify", "--repair")
-    assert [
-        (repair["tier"], repair["step"], repair["done"], repair["why"])
-        for repair in sorted(document["repairs"], key=lambda repair: repair["step"])
-    ] == [("disk", step, True, "rewritten from far") for step in range(1, len(kinds) + 1)]
-    assert document["damage"] == []
-    assert cli.json("verify")["notes"] == []
-    assert steps_on(tmp_path / "disk") == list(range(1, len(kinds) + 2))
-    assert (files_below(tmp_path / "far"), files_below(whole)) == others
 
 
 @pytest.mark.parametrize("far", ["there", "damaged"])

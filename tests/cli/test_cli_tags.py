@@ -40,28 +40,6 @@ def test_a_tag_is_added_and_removed_without_a_trainer(cli: Cli) -> None:
         assert [c.tags for c in ckpt.checkpoints()] == [("release",), ("good.loss", "release")]
 
 
-def test_a_tag_of_the_save_can_be_removed_and_comes_back(make_cli: MakeCli) -> None:
-    cli = make_cli()
-    with tierfall.open(cli.config) as ckpt:
-        ckpt.save(1, state_of(1), tags=["a", "b"], block=True)
-        ckpt.untag(1, "a")
-        ckpt.tag(1, "c")
-        assert ckpt.checkpoints()[0].tags == ("b", "c")
-    assert tags(cli) == {1: ["b", "c"]}
-    cli("untag", "c", "1")
-    cli("tag", "a", "1")
-    assert tags(cli) == {1: ["a", "b"]}
-
-
-def test_json_has_what_was_done(cli: Cli) -> None:
-    document = cli.json("tag", "release", "2")
-    asked = {"run": "run", "command": "tag", "step": 2, "attempt": 1, "done": ["disk", "far"]}
-    assert asked.items() <= document.items()
-    assert (document["failed"], document["left_to"], document["ok"]) == ({}, None, True)
-    several = cli.json("untag", "release", "1", "2")
-    assert [one["command"] for one in several["steps"]] == ["untag", "untag"]
-
-
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -108,17 +86,3 @@ def test_what_is_tagged_from_outside_is_kept_by_the_rule_of_a_trainer(
         ckpt.save(4, state_of(4), block=True)
         wait_until(lambda: held() == ["4@1"], "nothing keeps 1 any more")
         assert steps_on(tmp_path / "far") == [1, 2, 3, 4]
-
-
-def test_a_tag_of_the_training_keeps_the_step_at_the_next_start(
-    make_cli: MakeCli, saved: Saved, tmp_path: Path
-) -> None:
-    cli = make_cli(disk={"retain": {"last": 1, "tags": True}})
-    with tierfall.open(cli.config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        ckpt.tag(1, "release")
-    saved(cli, [2, 3])
-    assert steps_on(tmp_path / "disk") == [1, 3]
-    cli("untag", "release", "1")
-    assert cli.json("prune")["decisions"][0]["verdict"] == "drop"
-    assert steps_on(tmp_path / "disk") == [3]

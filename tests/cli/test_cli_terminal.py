@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import ROOT, Cli, flip
+from cli_kit import ROOT, Cli
 
 import tierfall
 from tests import forked
+from tests.contract.kit import flip
 from tests.steps import state_of, wait_until
 
 MakeCli = Callable[..., Cli]

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli_kit import Cli, Trainer, flip
+from cli_kit import Cli
 
 import tierfall
+from tests.contract.kit import flip
+from tests.contract.trainer import Trainer
 from tests.steps import files_below, state_of
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.backend import StoredObject

@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, Trainer, flip, save_on_two_nodes
+from cli_kit import Cli, folder, save_on_two_nodes
 
 import tierfall
+from tests.contract.kit import IMAGE, flip
+from tests.contract.trainer import Trainer
 from tests.steps import state_of, wait_until
 from tierfall.tiers.image_file import IMAGE_START
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
-IMAGE = "rank-00000-of-00001.safetensors"
-
-
-def folder(root: Path, step: int = 1) -> Path:
-    return root / "run" / f"step-{step:08d}-a0001"
 
 
 def damage(cli: Cli, *words: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, Trainer
+from cli_kit import Cli
 
 import tierfall
+from tests.contract.trainer import Trainer
 from tests.steps import state_of, wait_until
 from tierfall.core.format import documents
 from tierfall.telemetry import status
@@ -73,7 +75,9 @@ def test_a_trainer_that_says_nothing_for_long_may_hang(
     cli = make_cli()
     trainer = train(cli)
     says(cli, lambda d: d["slots"][0]["alive"], "the trainer's status")
-    trainer.stop()
+    trainer.program.signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{trainer.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it stands still")
     try:
         old = status.read_status(folder_in(memory), 0)
         assert old is not None
@@ -81,7 +85,7 @@ def test_a_trainer_that_says_nothing_for_long_may_hang(
         status.write_status(folder_in(memory), output)
         assert "its status is 1 min" in cli("watch", "--once").out
     finally:
-        trainer.go_on()
+        trainer.program.signal(signal.SIGCONT)
 
 
 # What is not to be believed --------------------------------------------------------------------------
@@ -140,7 +144,6 @@ def port() -> int:
 
 def test_wrong_uses_of_the_port_are_refused(make_cli: MakeCli, port: int) -> None:
     cli = make_cli()
-    assert "--once and --prometheus" in cli("watch", "--once", "--prometheus", "1", code=2).err
     assert "'--prometheus': " in cli("watch", "--prometheus", "nine", code=2).err
     pytest.importorskip("prometheus_client")
     with socket.create_server(("", port)):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.faulty import Faulty
 from tests.contract.kit import Crew, Log, Place, crew, new_place
 
 
@@ -30,6 +31,14 @@ def module_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """The folders of a run that several tests of a file read."""
     with new_place(tmp_path_factory.mktemp("module")) as made:
         yield made
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[Faulty]:
+    """The tier ``store`` of the run, whose faults a test sets."""
+    made = Faulty(place.root)
+    yield made
+    made.heal()
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
-"""What the tests of the contract share: small states, a run's folders, a tier that a test holds, the command line,
-programs and ranks.
+"""What the tests of the contract share: small states, a run's folders, the command line, programs and ranks.
 
 A program or a command is a fork of a process that has imported torch and tierfall already (``tests/forked.py``): it
 starts within 50 ms.
@@ -17,7 +16,6 @@ import select
 import signal
 import tempfile
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,17 +24,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
 import numpy as np
 import torch
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import tierfall
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
+FAULTY = Path(__file__).with_name("faulty.py")
 ELEMENTS = 20_000
+IMAGE = "rank-00000-of-00001.safetensors"
+MANIFEST = "rank-00000-of-00001.json"
 
 
 # States ----------------------------------------------------------------------------------------------
@@ -57,6 +56,23 @@ def step_in(state: Mapping[str, Any]) -> int:
     assert torch.equal(state["w"], torch.full_like(state["w"], float(step))), state
     assert isinstance(step, int)
     return step
+
+
+def save_steps(ckpt: tierfall.Checkpointer, *steps: int, **words: Any) -> None:
+    """Save these steps, each through to the last tier before the next."""
+    for step in steps:
+        ckpt.save(step, state_of(step), block=True, **words)
+
+
+def restored(
+    ckpt: tierfall.Checkpointer, *, elements: int = ELEMENTS, **how: Any
+) -> tierfall.RestoreReport:
+    """Restore into a blank state, and compare its values with the step that the report has."""
+    state = blank(elements=elements)
+    report = ckpt.restore(state, **how)
+    assert report is not None, "there is no checkpoint"
+    assert step_in(state) == report.step
+    return report
 
 
 def training_state(seed: int = 0) -> dict[str, Any]:
@@ -101,115 +117,6 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, float):
         return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
     return bool(a == b)
-
-
-# A tier that a test holds ----------------------------------------------------------------------------
-
-
-class Gate:
-    """An object tier in a folder, by a file system of fsspec's whose calls a test holds or refuses.
-
-    A call is ``read``, ``write``, ``list`` or ``delete``; without any, all of them. ``part`` limits it to paths that
-    contain that text.
-
-    >>> gate = Gate(place.root / "store")
-    >>> place.config(store=gate.tier())
-    >>> gate.refuse(PermissionError(13, "denied"), "read", part="step-00000002")
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = str(folder)
-        self._rule: Callable[[str, str], object] = lambda call, path: None
-        self._opened = threading.Event()
-        self.met = threading.Event()
-        """A call was held or refused."""
-        folder.mkdir(exist_ok=True)
-        _GATES[self._folder] = self
-
-    def tier(self, **settings: Any) -> dict[str, Any]:
-        return {"kind": "object", "url": f"gate://{self._folder}", **settings}
-
-    def hold(self, *calls: str, part: str = "") -> None:
-        """Let such calls wait until ``open``."""
-        opened = self._opened = threading.Event()
-        self._set(calls, part, lambda: opened.wait(60))
-
-    def refuse(self, error: Exception, *calls: str, part: str = "") -> None:
-        """Let such calls raise this until ``open``."""
-
-        def answer() -> None:
-            raise type(error)(*error.args)
-
-        self._set(calls, part, answer)
-
-    def hide(self, part: str) -> None:
-        """Leave such paths out of listings until ``open``; they are there, and can be read."""
-        self._set(("hide",), part, lambda: True)
-
-    def open(self) -> None:
-        """Answer everything, and what is held."""
-        self._rule = lambda call, path: None
-        self._opened.set()
-
-    def _set(self, calls: Sequence[str], part: str, answer: Callable[[], object]) -> None:
-        chosen = set(calls or ("read", "write", "list", "delete"))
-
-        def rule(call: str, path: str) -> object:
-            if call not in chosen or part not in path:
-                return None
-            self.met.set()
-            return answer()
-
-        self._rule = rule
-
-    @staticmethod
-    def ask(call: str, path: str) -> object:
-        """What the file system below does before each call."""
-        for folder, gate in list(_GATES.items()):
-            if str(path).startswith(folder):
-                return gate._rule(call, str(path))
-        return None
-
-
-_GATES: dict[str, Gate] = {}
-
-
-class _GateFileSystem(LocalFileSystem):  # type: ignore[misc]
-    protocol = "gate"
-    cachable = False
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return super()._strip_protocol(str(path).removeprefix("gate://"))
-
-    def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
-        Gate.ask("write" if set(mode) & set("wax") else "read", path)
-        return super().open(path, mode, **more)
-
-    def cat_file(self, path: str, **more: Any) -> Any:
-        Gate.ask("read", path)
-        return super().cat_file(path, **more)
-
-    def info(self, path: str, **more: Any) -> Any:
-        Gate.ask("list", path)
-        return super().info(path, **more)
-
-    def ls(self, path: str, detail: bool = False, **more: Any) -> Any:
-        Gate.ask("list", path)
-        found = super().ls(path, detail=True, **more)
-        found = [each for each in found if not Gate.ask("hide", each["name"])]
-        return found if detail else [each["name"] for each in found]
-
-    def rm_file(self, path: str) -> Any:
-        Gate.ask("delete", path)
-        return super().rm_file(path)
-
-    def mv(self, path1: str, path2: str, **more: Any) -> Any:
-        Gate.ask("write", path2)
-        return super().mv(path1, path2, **more)
-
-
-fsspec.register_implementation("gate", _GateFileSystem, clobber=True)
 
 
 # The log ---------------------------------------------------------------------------------------------
@@ -284,6 +191,7 @@ class Place:
             "run": "run",
             "chunk": "64KiB",
             "max_wait": "30s",
+            **({"plugins": [str(FAULTY)]} if "faulty://" in str(tiers) else {}),
             **{name: value for name, value in words.items() if name not in tiers},
             "tiers": [
                 *([{"name": "host", "kind": "host", **host}] if has_host else []),
@@ -310,8 +218,12 @@ class Place:
     def save(self, *steps: int, **words: Any) -> None:
         """Save these steps in one start, each through to the last tier before the next."""
         with self.open() as ckpt:
-            for step in steps:
-                ckpt.save(step, state_of(step), block=True, **words)
+            save_steps(ckpt, *steps, **words)
+
+    def restored(self, **how: Any) -> tierfall.RestoreReport:
+        """Restore in a start of its own."""
+        with self.open() as ckpt:
+            return restored(ckpt, **how)
 
     def cli(
         self, *words: str, code: int = 0, input: str | None = None, **environment: str
@@ -351,6 +263,24 @@ class Place:
     def start(self, code: str, *arguments: str, **environment: str) -> Program:
         """Start a Python program in ``root``, whose ``tiers.yaml`` it finds; ``state_of`` and its like are imported."""
         return Program(code, arguments, self.root, environment)
+
+    def begin(self, *words: str) -> Program:
+        """Start ``tierfall`` on ``tiers.yaml``, and leave it running."""
+        command, *rest = words
+        return Program(None, [command, "--config", str(self.yaml), *rest], self.root, {})
+
+    def start_with_a_step_in_memory(self) -> Program:
+        """Start a program that has saved step 1, and sleeps."""
+        program = self.start(
+            """
+            ckpt = tierfall.open("tiers.yaml")
+            ckpt.save(1, state_of(1)).captured()
+            print("sealed")
+            time.sleep(60)
+            """
+        )
+        assert program.line() == "sealed", program.errors()
+        return program
 
     def run(self, code: str, *arguments: str, **environment: str) -> Answer:
         """Run a Python program in ``root`` to its end."""
@@ -473,8 +403,13 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def flip_a_bit(path: Path, at: int = -1) -> None:
-    """Change one bit of a file, as a bad medium does; ``at`` -1: in the last byte."""
+def folder_of(place: Place, step: int, tier: str = "disk", attempt: int = 1) -> Path:
+    """The folder of a checkpoint."""
+    return place.root / tier / "run" / f"step-{step:08d}-a{attempt:04d}"
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change one bit of a file, as a bad medium does; an offset below 0 counts from its end."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)

@@ -287,7 +287,7 @@ def _refused(call: Any) -> list[str]:
 # Models that ranks hold together ----------------------------------------------------------------------
 
 
-def _model(layout: str, group: Any, world_size: int) -> nn.Module:
+def model_of(layout: str, group: Any, world_size: int) -> nn.Module:
     """Two layers whose rows no number of ranks divides, laid out as ``layout`` says."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(16, 26), nn.ReLU(), nn.Linear(26, 10))
@@ -323,14 +323,14 @@ def train_model(
     group = dist.new_group(list(members))
     if rank not in members:
         return None
-    model = _model(layout, group, len(members))
+    model = model_of(layout, group, len(members))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with tierfall.open(config(folder), process_group=group) as ckpt:
         mine = tierfall.item(100 + rank, on_resize="per_rank")
         state = {"model": model, "optimizer": optimizer, "own": mine}
         report = ckpt.restore(state)
         first = report.step + 1 if report else 1
-        restored = _digest(model, optimizer) if report else ""
+        restored = digest_of_training(model, optimizer) if report else ""
         for step in range(first, until + 1):
             batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             model(batch).square().mean().backward()
@@ -343,13 +343,13 @@ def train_model(
         return {
             "first": first,
             "restored": restored,
-            "digest": _digest(model, optimizer),
+            "digest": digest_of_training(model, optimizer),
             "lazy": ckpt.statistics().lazy_saves,
             "own": state["own"].value,
         }
 
 
-def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def digest_of_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     tensors: list[Any] = list(model.parameters())
     for parameter in list(tensors):
         moments = optimizer.state[parameter]
@@ -385,13 +385,18 @@ def load_model(rank: int, folder: str) -> list[Any]:
 
 
 def train_by_dcp(
-    rank: int, folder: str, until: int, members: Sequence[int], lazily: bool = False
+    rank: int,
+    folder: str,
+    until: int,
+    members: Sequence[int],
+    lazily: bool = False,
+    layout: str = "fsdp",
 ) -> Any:
     """The same training, whose loop saves and loads by ``torch.distributed.checkpoint``."""
     training, group = dist.new_group(list(members)), dist.new_group(list(members))
     if rank not in members:
         return None
-    model = _model("fsdp", training, len(members))
+    model = model_of(layout, training, len(members))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with tierfall.open(config(folder), process_group=group) as ckpt:
         stager, future, first, restored = LazyStager(ckpt), None, 1, ""
@@ -402,7 +407,7 @@ def train_by_dcp(
             set_state_dict(
                 model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
             )
-            first, restored = state["extra"]["step"] + 1, _digest(model, optimizer)
+            first, restored = state["extra"]["step"] + 1, digest_of_training(model, optimizer)
         for step in range(first, until + 1):
             batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             model(batch).square().mean().backward()
@@ -425,7 +430,7 @@ def train_by_dcp(
         return {
             "first": first,
             "restored": restored,
-            "digest": _digest(model, optimizer),
+            "digest": digest_of_training(model, optimizer),
             "lazy": ckpt.statistics().lazy_saves,
         }
 
@@ -433,23 +438,23 @@ def train_by_dcp(
 def save_by_torch_alone(rank: int, path: str) -> str:
     """Train a sharded model for a step, and save it as a DCP folder of torch's own; the digest of the whole."""
     world_size = dist.get_world_size()
-    model = _model("fsdp", dist.new_group(list(range(world_size))), world_size)
+    model = model_of("fsdp", dist.new_group(list(range(world_size))), world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(torch.ones(8, 16)).square().mean().backward()
     optimizer.step()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments, "epoch": 3}, checkpoint_id=path)
-    return _digest(model, optimizer)
+    return digest_of_training(model, optimizer)
 
 
 def restore_in_one_process(config: dict[str, Any], run: str) -> list[Any]:
     """The digest of what a run has, restored without any other rank; and its epoch."""
-    model = _model("plain", None, 1)
+    model = model_of("plain", None, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     with tierfall.open(config, run=run) as ckpt:
         assert ckpt.restore(state) is not None
-    return [_digest(model, optimizer), state["epoch"]]
+    return [digest_of_training(model, optimizer), state["epoch"]]
 
 
 class Tied(nn.Module):
@@ -559,8 +564,5 @@ def values_that_differ(rank: int, folder: str, members: Sequence[int], saves: bo
         if saves:
             ckpt.save(1, state, block=True)
             return None
-        try:
-            ckpt.restore(state)
-        except TierfallError as error:
-            return [str(error), state["position"], state["w"][0].item()]
-        return ["", state["position"], state["w"][0].item()]
+        said = _refused(lambda: ckpt.restore(state))
+        return [*said[1:], state["position"], state["w"][0].item()]

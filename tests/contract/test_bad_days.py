@@ -19,53 +19,32 @@ import pytest
 import torch
 
 import tierfall
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
+    IMAGE,
+    MANIFEST,
     Place,
     blank,
     files_below,
-    flip_a_bit,
+    flip,
+    restored,
+    save_steps,
     state_of,
     step_in,
     wait_until,
 )
+from tests.contract.trainer import Trainer, trainers
 from tierfall.errors import ConfigError, FencedError, LockError, RestoreError, TierfallError
 
 SOON_S = 20.0
-IMAGE = "rank-00000-of-00001.safetensors"
-MANIFEST = "rank-00000-of-00001.json"
 FILES = (IMAGE, MANIFEST, "commit.json")
 
 
 @pytest.fixture
-def store(place: Place) -> Faulty:
-    """The tier ``store``, whose faults a test sets."""
-    return Faulty(place.root)
-
-
-def with_store(place: Place, store: Faulty, **words: Any) -> None:
-    """A chain of memory and the store."""
-    rules = words.pop("rules", {})
-    place.config(store=store.tier(**rules), plugins=[faulty.__file__], **words)
-
-
-def restore(place: Place, **how: Any) -> tierfall.RestoreReport | None:
-    """Restore in a start of its own, and compare the values with the step that the report has."""
-    with place.open() as ckpt:
-        return restore_in(ckpt, **how)
-
-
-def restore_in(ckpt: tierfall.Checkpointer, **how: Any) -> tierfall.RestoreReport | None:
-    state = blank()
-    report = ckpt.restore(state, **how)
-    assert step_in(state) == (report.step if report else -1)
-    return report
-
-
-def step_of(report: tierfall.RestoreReport | None) -> int:
-    assert report is not None
-    return report.step
+def trainer(place: Place) -> Iterator[Callable[..., Trainer]]:
+    """A living trainer of the run in another process."""
+    with trainers(place) as start:
+        yield start
 
 
 # Kills -----------------------------------------------------------------------------------------------
@@ -97,8 +76,7 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_reported(place: Place) -> N
             reported = int(program.line().split()[1])
         time.sleep(pause_s)
         program.kill()
-    newest = restore(place)
-    assert step_of(newest) >= reported
+    assert place.restored().step >= reported
     place.cli("drain")
     for tier in ("disk", "pfs"):
         names = {p.name for p in (place.root / tier / "run").glob("step-*/*")}
@@ -111,53 +89,36 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_reported(place: Place) -> N
 
 @pytest.mark.parametrize("key", [IMAGE, MANIFEST, "commit.json", "latest"])
 def test_a_kill_in_the_middle_of_each_file_of_a_commit(
-    place: Place, store: Faulty, key: str
+    place: Place, store: Faulty, trainer: Callable[..., Trainer], key: str
 ) -> None:
     """Memory has the step, and the next start brings it to the tier."""
-    with_store(place, store, disk={})
+    place.config(store=store.tier(), disk={})
     place.save(1)
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.restore(blank())
-        ckpt.save(2, state_of(2)).wait("disk")
-        print("saved")
-        time.sleep(60)
-        """
-    )
+    living = trainer()
     store.set("hang", "latest" if key == "latest" else f"step-00000002-a0002/{key}", call="put")
-    assert program.line() == "saved"
+    living.tell("capture 2")
     wait_until(lambda: store.struck("hang"), "the copy is at that file")
-    program.kill()
+    living.kill()
     store.heal()
     assert (2 in store.steps()) == (key == "latest")
-    report = restore(place)
-    assert step_of(report) == 2
+    assert place.restored().step == 2
     assert store.steps() == [1, 2]
     assert place.json("verify")["ok"]
 
 
 def test_a_kill_while_a_checkpoint_is_deleted_leaves_it_whole_or_gone(
-    place: Place, store: Faulty
+    place: Place, store: Faulty, trainer: Callable[..., Trainer]
 ) -> None:
-    with_store(place, store, rules={"retain": {"last": 1}})
+    place.config(store=store.tier(retain={"last": 1}))
     place.save(1)
     store.set("hang", f"step-00000001-a0001/{IMAGE}", call="delete")
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.restore(blank())
-        ckpt.save(2, state_of(2)).wait()
-        print("saved")
-        time.sleep(60)
-        """
-    )
-    assert program.line() == "saved"
+    living = trainer()
+    living.tell("capture 2")
     wait_until(lambda: store.struck("hang"), "it is being deleted")
     assert store.steps() == [2], "the commit record goes first"
-    program.kill()
+    living.kill()
     store.heal()
-    assert step_of(restore(place)) == 2
+    assert place.restored().step == 2
     assert store.steps() == [2]
     wait_until(lambda: not (store.folder / f"run/step-00000001-a0001/{IMAGE}").exists(), "gone")
 
@@ -175,27 +136,24 @@ def test_a_program_that_ends_without_closing_loses_nothing(place: Place) -> None
             """
         )
         assert answer.code == code, answer.err
-        assert step_of(restore(place)) == 1
+        assert "close" in answer.err
+        assert place.restored().step == 1
     assert not [p for p in place.memory.rglob("*") if p.stat().st_size > 100_000]
 
 
 # Damage ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_tiers(place: Place) -> Place:
-    """Steps 1 and 2 on ``disk`` and ``pfs``."""
-    place.config(disk={}, pfs={})
-    place.save(1, 2)
-    return place
-
-
-def flip(path: Path) -> None:
-    flip_a_bit(path, path.stat().st_size // 2)
+def change(path: Path) -> None:
+    flip(path, path.stat().st_size // 2)
 
 
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
 
 
 def empty(path: Path) -> None:
@@ -208,7 +166,7 @@ def remove(path: Path) -> None:
 
 def test_damage_of_one_copy_is_read_around_and_mended_by_a_command(place: Place) -> None:
     """Each file of a checkpoint, harmed in each way: a step for each."""
-    harms = [(harm, file) for harm in (flip, cut, empty, remove) for file in FILES]
+    harms = [(harm, file) for harm in (change, cut, lengthen, empty, remove) for file in FILES]
     harms.remove((remove, "commit.json"))  # that is no checkpoint
     place.config(host={"capacity": "200KiB"}, disk={}, pfs={})
     place.save(*range(1, len(harms) + 2))
@@ -227,45 +185,6 @@ def test_damage_of_one_copy_is_read_around_and_mended_by_a_command(place: Place)
     assert place.steps("disk") == list(range(1, len(harms) + 2))
 
 
-def test_a_restore_reports_the_copy_that_it_found_damaged_and_a_start_mends_it_or_says_so(
-    two_tiers: Place,
-) -> None:
-    flip(two_tiers.folders("disk")[1] / IMAGE)
-    report = restore(two_tiers)
-    assert step_of(report) == 2
-    assert report is not None
-    assert any("disk" in f"{f.what} {f.reason}" for f in report.fallbacks)
-    assert {source.tier for source in report.sources} >= {"pfs"}
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_damage_of_every_copy_restores_the_next_older_step_and_the_report_says_so(
-    two_tiers: Place, file: str
-) -> None:
-    for tier in ("disk", "pfs"):
-        flip(two_tiers.folders(tier)[1] / file)
-    report = restore(two_tiers)
-    assert step_of(report) == 1
-    assert report is not None
-    assert any(f.id is not None and f.id.step == 2 for f in report.fallbacks)
-    with pytest.raises(RestoreError, match="2"):
-        restore(two_tiers, step=2)
-    answer = two_tiers.cli("latest", code=1)
-    assert answer.out == "1@1\n"
-
-
-def test_chunks_of_two_damaged_copies_make_one_state(place: Place) -> None:
-    """Each chunk is read from a copy that has it whole."""
-    place.config(disk={}, pfs={}, chunk="16KiB")
-    place.save(1)
-    for tier, at in (("disk", -1), ("pfs", -70_000)):
-        flip_a_bit(place.folders(tier)[0] / IMAGE, at)
-    report = restore(place)
-    assert report is not None
-    assert report.fallbacks
-    assert {source.tier for source in report.sources} == {"disk", "pfs"}
-
-
 def test_any_flipped_bit_of_a_checkpoint_is_found(place: Place) -> None:
     """In the header, in padding, in tensors, in documents: by ``verify``, and no wrong value is ever returned."""
     place.config()
@@ -275,11 +194,11 @@ def test_any_flipped_bit_of_a_checkpoint_is_found(place: Place) -> None:
     for name in FILES:
         size = len(whole[name])
         for at in {0, 9, size // 3, size // 2, size - 2}:
-            flip_a_bit(folder / name, at)
+            flip(folder / name, at)
             with pytest.raises((RestoreError, TierfallError)):
                 tierfall.load(folder)
             (folder / name).write_bytes(whole[name])
-    flip_a_bit(folder / IMAGE)
+    flip(folder / IMAGE)
     found = place.json("verify", code=1)
     assert any(IMAGE in problem for problem in found["problems"])
 
@@ -297,19 +216,17 @@ def test_a_damaged_image_in_memory_is_read_from_a_tier(place: Place) -> None:
         with path.open("r+b") as file:
             file.seek(at + 100)
             file.write(b"\x7f")
-    report = restore(place)
-    assert report is not None
+    report = place.restored()
     assert "disk" in {source.tier for source in report.sources}
 
 
 def test_a_copy_that_a_load_finds_damaged_counts_for_nothing_from_then_on(place: Place) -> None:
     place.config(disk={"retain": {"last": 2}})
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-    flip_a_bit(place.folders()[1] / IMAGE)
+        save_steps(ckpt, 1, 2)
+    flip(place.folders()[1] / IMAGE)
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt)) == 1
+        assert restored(ckpt).step == 1
         ckpt.save(3, state_of(3), block=True)
         ckpt.save(4, state_of(4), block=True)
         ckpt.drain()
@@ -340,7 +257,7 @@ def test_a_folder_that_is_not_mounted_is_not_a_run_without_checkpoints(
     assert "disk" in place.cli("ls", code=1).err
     shutil.rmtree(place.root / "disk", ignore_errors=True)
     away.rename(place.root / "disk")
-    assert step_of(restore(place)) == 2
+    assert place.restored().step == 2
     assert place.steps() == [1, 2]
 
 
@@ -353,16 +270,15 @@ def test_a_start_without_a_tier_that_may_have_something_newer_must_be_asked_for(
     (place.root / "disk/run/latest").write_text("step-00000001-a0001\n")
     away = (place.root / "pfs").rename(place.root / "away")
     with pytest.raises(RestoreError, match=r"(?s)pfs.*unreachable"):
-        restore(place)
+        place.restored()
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt, unreachable="ignore")) == 1
+        assert restored(ckpt, unreachable="ignore").step == 1
         assert ckpt.save(2, state_of(20)).attempt > 1000
         ckpt.drain(deadline=5)
     away.rename(place.root / "pfs")
     with place.open() as ckpt:
         state = blank()
         report = ckpt.restore(state)
-        assert report is not None
         assert (report.step, step_in({**state, "extra": {"step": 20}})) == (2, 20)
 
 
@@ -373,19 +289,17 @@ def test_a_start_without_a_tier_that_may_have_something_newer_must_be_asked_for(
 def test_what_may_not_be_read_is_neither_passed_over_nor_deleted(
     place: Place, store: Faulty, file: str, fault: str
 ) -> None:
-    with_store(place, store)
+    place.config(store=store.tier())
     place.save(1, 2)
-    with_store(place, store, rules={"retain": {"last": 1}})
+    place.config(store=store.tier(retain={"last": 1}))
     store.set(fault, f"step-00000002-a0001/{file}")
     with place.open() as ckpt:
         with pytest.raises(RestoreError, match=r"(?s)2@1.*unreachable"):
             ckpt.restore(blank())
-        report = restore_in(ckpt, unreachable="ignore")
-        assert step_of(report) == 1
-        assert report is not None
+        report = restored(ckpt, unreachable="ignore")
+        assert report.step == 1
         assert any("2@1" in f"{f.what} {f.id}" for f in report.fallbacks)
-        for step in (3, 4):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 3, 4)
         wait_until(lambda: store.steps() == [2, 4], "the rules delete what could be read")
     store.heal()
     assert step_in(tierfall.load(place.yaml, step=2, attempt=1)) == 2
@@ -406,8 +320,7 @@ def test_a_file_without_the_right_to_read_it_is_not_damaged(place: Place) -> Non
                 except tierfall.errors.RestoreError as error:
                     print("unreachable" in str(error), "2@1" in str(error))
                 print(ckpt.restore(blank(), unreachable="ignore").step)
-                for step in (3, 4, 5):
-                    ckpt.save(step, state_of(step), block=True)
+                save_steps(ckpt, 3, 4, 5)
                 ckpt.drain()
             """
         )
@@ -432,8 +345,8 @@ def test_a_link_or_a_folder_in_place_of_a_file_is_reported_and_hides_nothing(
     else:
         os.mkfifo(path)
     with pytest.raises(RestoreError, match=r"(?s)2@1.*unreachable"):
-        restore(place)
-    assert step_of(restore(place, unreachable="ignore")) == 1
+        place.restored()
+    assert place.restored(unreachable="ignore").step == 1
     assert moved.exists()
     assert "2@1" in place.cli("latest", code=1).err
 
@@ -442,30 +355,30 @@ def test_a_link_or_a_folder_in_place_of_a_file_is_reported_and_hides_nothing(
 def test_what_a_lagging_listing_leaves_out_is_asked_for_by_name(
     place: Place, store: Faulty, hidden: str
 ) -> None:
-    with_store(place, store)
+    place.config(store=store.tier())
     place.save(1, 2)
-    with_store(place, store, rules={"retain": {"last": 1}})
+    place.config(store=store.tier(retain={"last": 1}))
     store.set("hide", hidden)
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt)) == 2
+        assert restored(ckpt).step == 2
         ckpt.save(3, state_of(3), block=True)
         ckpt.drain(deadline=0.2)
         if hidden != f"a0001/{IMAGE}":
             assert {1, 2} <= set(store.steps()), "no rule deletes while the listing lags"
     store.heal()
-    assert step_of(restore(place)) == 3
+    assert place.restored().step == 3
 
 
 def test_what_a_listing_shows_and_the_store_calls_absent_could_not_be_read(
     place: Place, store: Faulty
 ) -> None:
-    with_store(place, store)
+    place.config(store=store.tier())
     place.save(1, 2)
     store.set("absent", f"step-00000002-a0001/{IMAGE}")
     with pytest.raises(RestoreError, match="2@1"):
-        restore(place)
+        place.restored()
     store.heal()
-    assert step_of(restore(place)) == 2
+    assert place.restored().step == 2
 
 
 def test_step_folders_that_were_moved_away_are_missed_by_what_latest_names(place: Place) -> None:
@@ -473,9 +386,10 @@ def test_step_folders_that_were_moved_away_are_missed_by_what_latest_names(place
     place.save(1, 2)
     moved = place.folders()[1].rename(place.root / "moved")
     with pytest.raises(RestoreError, match="2@1"):
-        restore(place)
+        place.restored()
+    assert place.restored(unreachable="ignore").step == 1
     moved.rename(place.root / "disk/run/step-00000002-a0001")
-    assert step_of(restore(place)) == 2
+    assert place.restored().step == 2
 
 
 # A tier that misbehaves ------------------------------------------------------------------------------
@@ -485,7 +399,7 @@ def test_a_store_that_hangs_holds_up_nothing_for_longer_than_max_wait(
     place: Place, store: Faulty
 ) -> None:
     """Neither save, nor close, nor the end of the program, nor the commands, nor the next start."""
-    with_store(place, store, disk={}, max_wait="100ms")
+    place.config(store=store.tier(), disk={}, max_wait="100ms")
     place.save(1)
     store.set("hang")
     program = place.start(
@@ -503,14 +417,14 @@ def test_a_store_that_hangs_holds_up_nothing_for_longer_than_max_wait(
     assert float(answer.out.split()[-1]) < 30
     assert "store" in answer.err
     store.heal()
-    assert step_of(restore(place)) == 2
+    assert place.restored().step == 2
     assert store.steps() == [1, 2]
 
 
 def test_a_store_that_loses_what_it_accepts_is_noticed_before_another_copy_goes(
     place: Place, store: Faulty
 ) -> None:
-    with_store(place, store, rules={"retain": {"last": 1}})
+    place.config(store=store.tier(retain={"last": 1}))
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         store.set("lose", f"step-00000002-a0001/{IMAGE}")
@@ -520,7 +434,7 @@ def test_a_store_that_loses_what_it_accepts_is_noticed_before_another_copy_goes(
         assert step_in(tierfall.load(store.folder / "run/step-00000001-a0001")) == 1
         store.heal()
         ckpt.save(3, state_of(3), block=True)
-    assert step_of(restore(place)) == 3
+    assert place.restored().step == 3
 
 
 def test_a_folder_that_is_lost_in_mid_run_loses_nothing_and_close_says_where_it_is(
@@ -534,75 +448,23 @@ def test_a_folder_that_is_lost_in_mid_run_loses_nothing_and_close_says_where_it_
         ckpt.save(2, state_of(2)).captured(timeout=SOON_S)
         wait_until(lambda: "2@1 to disk failed" in caplog.text, "it is reported with the cure")
     assert "memory of this machine alone" in caplog.text
-    report = restore(place)
-    assert step_of(report) == 2
-    assert report is not None
+    report = place.restored()
+    assert report.step == 2
     assert {s.tier for s in report.sources} == {"host"}
     assert place.steps()[-1] == 2
-
-
-def test_a_tier_that_moves_away_and_back_goes_on(place: Place) -> None:
-    place.config()
-    with place.open() as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        away = (place.root / "disk").rename(place.root / "away")
-        ckpt.save(2, state_of(2)).captured(timeout=SOON_S)
-        wait_until(lambda: any(ckpt.statistics().flush_failures.values()), "it fails")
-        away.rename(place.root / "disk")
-        assert ckpt.drain(deadline=SOON_S).left == ()
-    assert place.steps() == [1, 2]
-
-
-def test_a_tier_that_was_emptied_on_purpose_is_forgotten_by_a_command(place: Place) -> None:
-    place.config(disk={}, pfs={"shared": True})
-    place.save(1)
-    shutil.rmtree(place.root / "pfs")
-    (place.root / "pfs").mkdir()
-    with pytest.raises(RestoreError, match="pfs"):
-        restore(place)
-    place.cli("forget", "pfs")
-    assert step_of(restore(place)) == 1
-    assert place.steps("pfs") == [1]
 
 
 # Second starts ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def trainer(place: Place) -> Iterator[Any]:
-    """A living trainer of the run in another process, which saves the step that it is told."""
-    code = """
-    ckpt = tierfall.open("tiers.yaml")
-    ckpt.restore(blank())
-    print("open")
-    for line in sys.stdin:
-        step = int(line)
-        try:
-            ckpt.save(step, state_of(step)).wait(timeout=20)
-            print("saved", step)
-        except Exception as error:
-            print(type(error).__name__, str(error).splitlines()[0])
-    """
-    started = []
-
-    def start() -> Any:
-        started.append(place.start(code))
-        assert started[-1].line() == "open", started[-1].errors()
-        return started[-1]
-
-    yield start
-    for program in started:
-        program.signal(signal.SIGCONT)
-        program.kill()
-
-
-def test_a_second_start_on_this_machine_is_refused_and_named(place: Place, trainer: Any) -> None:
+def test_a_second_start_on_this_machine_is_refused_and_named(
+    place: Place, trainer: Callable[..., Trainer]
+) -> None:
     place.config()
     first = trainer()
     with pytest.raises(LockError, match=str(first.pid)):
         place.open()
-    first.tell("1")
-    assert first.line() == "saved 1"
+    first.tell("save 1")
     assert step_in(tierfall.load(place.yaml)) == 1
     for command in (
         ("prune",),
@@ -612,22 +474,7 @@ def test_a_second_start_on_this_machine_is_refused_and_named(place: Place, train
     ):
         assert place.cli(*command, code=1, input="").err
     first.kill()
-    assert step_of(restore(place)) == 1
-
-
-def test_a_second_checkpointer_of_one_process_is_refused_or_replaces_the_first(
-    place: Place,
-) -> None:
-    place.config()
-    first = place.open()
-    first.save(1, state_of(1))
-    with pytest.raises(ConfigError, match="replace=True"):
-        place.open()
-    with place.open(replace=True) as second:
-        assert step_of(restore_in(second)) == 1
-        with pytest.raises(ConfigError):
-            first.save(2, state_of(2))
-    first.close()
+    assert place.restored().step == 1
 
 
 def test_a_stopped_trainer_that_a_newer_start_has_followed_writes_nothing_when_it_wakes(
@@ -637,63 +484,64 @@ def test_a_stopped_trainer_that_a_newer_start_has_followed_writes_nothing_when_i
     place.config(disk={"shared": True, "retain": {"last": 2}})
     old = trainer()
     for step in (1, 2):
-        old.tell(str(step))
-        assert old.line() == f"saved {step}"
-    old.signal(signal.SIGSTOP)
-    old.tell("3")
+        old.tell(f"save {step}")
+    old.program.signal(signal.SIGSTOP)
+    old.program.tell("save 3")
     place.memory = place.root / "memory of another node"
     place.config(disk={"shared": True, "retain": {"last": 2}})
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt)) == 2
+        assert restored(ckpt).step == 2
         ckpt.save(3, state_of(3), block=True)
         before = {f.name: files_below(f) for f in place.folders()}
-        old.signal(signal.SIGCONT)
-        assert old.line().startswith("FencedError")
+        old.program.signal(signal.SIGCONT)
+        assert old.read().startswith("FencedError")
         after = {f.name: files_below(f) for f in place.folders()}
         assert after.items() <= before.items(), "the newer start may delete, nobody writes"
         ckpt.save(4, state_of(4), block=True)
     found = [(f.name[5:13], f.name[-1]) for f in place.folders()]
     assert found[-1] == ("00000004", "2")
-    assert step_of(restore(place)) == 4
+    assert place.restored().step == 4
 
 
-def test_a_newer_start_fences_an_older_one_in_the_same_job(place: Place, trainer: Any) -> None:
+def test_a_newer_start_fences_an_older_one_in_the_same_job(
+    place: Place, trainer: Callable[..., Trainer]
+) -> None:
     """The handle and the next save raise a FencedError, which names the newer attempt."""
     place.config(disk={"shared": True})
     place.save(1)
     with place.open() as ckpt:
-        restore_in(ckpt)
+        restored(ckpt)
         memory, place.memory = place.memory, place.root / "other"
         place.config(disk={"shared": True})
         other = trainer()
         handle = ckpt.save(2, state_of(2))
         with pytest.raises(FencedError, match="attempt 3"):
             handle.wait(timeout=SOON_S)
-        other.tell("2")
-        assert other.line() == "saved 2"
+        assert 2 in other.tell("save 2")
         with pytest.raises(FencedError):
             ckpt.save(3, state_of(3))
         place.memory = memory
 
 
-def test_a_start_that_was_followed_neither_deletes_nor_pins(place: Place, trainer: Any) -> None:
+def test_a_start_that_was_followed_neither_deletes_nor_pins(
+    place: Place, trainer: Callable[..., Trainer]
+) -> None:
     place.config(disk={"shared": True})
     place.save(1, 2)
     with place.open() as ckpt:
-        restore_in(ckpt)
+        restored(ckpt)
         memory, place.memory = place.memory, place.root / "other"
         place.config(disk={"shared": True})
         other = trainer()
         for call, step in ((ckpt.pin, 2), (ckpt.delete, 1)):
             with pytest.raises(FencedError, match="attempt 3"):
                 call(step)
-        other.tell("3")
-        assert other.line() == "saved 3"
+        assert 3 in other.tell("save 3")
         assert place.steps() == [1, 2, 3]
         assert not any(c["pinned"] for c in place.json("ls")["checkpoints"])
     place.memory = memory
     place.config(disk={"shared": True})
-    assert step_of(restore(place)) == 3
+    assert place.restored().step == 3
     assert place.steps() == [1, 2, 3], "nothing is deleted later either"
 
 
@@ -702,12 +550,12 @@ def test_of_two_starts_at_the_same_moment_each_has_a_number_of_its_own(
 ) -> None:
     """The store holds up the record of one until the other has taken its number. It takes the next one, and counts as
     the newer start."""
-    with_store(place, store)
+    place.config(store=store.tier())
     place.save(1)
     (place.root / "way").symlink_to(store.folder)
     other = Place(place.root / "other", place.root / "other memory")
     other.root.mkdir()
-    with_store(other, store)
+    other.config(store=store.tier())
     store.set("hang", "attempts", call="put")
     late = other.start(
         """
@@ -717,9 +565,9 @@ def test_of_two_starts_at_the_same_moment_each_has_a_number_of_its_own(
         """
     )
     wait_until(lambda: store.struck("hang"), "it has chosen its number")
-    with_store(place, Faulty(place.root, "way"))
+    place.config(store=Faulty(place.root, "way").tier())
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt)) == 1
+        assert restored(ckpt).step == 1
         assert ckpt.save(2, state_of(2), block=True).attempt == 2
         store.heal()
         assert [late.line(), late.line()] == ["2", "3"], late.errors()
@@ -735,15 +583,7 @@ def test_a_start_beside_a_dead_one_whose_process_number_is_used_again_goes_on(
 ) -> None:
     """What it left in memory is flushed by ``drain``, which asks the lock and no process number."""
     place.config(disk={"bandwidth": "10kB/s"})
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.save(1, state_of(1)).captured()
-        print("sealed")
-        time.sleep(60)
-        """
-    )
-    assert program.line() == "sealed"
+    program = place.start_with_a_step_in_memory()
     os.kill(program.pid, signal.SIGKILL)  # a zombie: nobody has waited for it
     place.config()
     threads = Path(f"/proc/{program.pid}/task")  # they hold its lock until the last has ended
@@ -788,19 +628,11 @@ def test_sigterm_drains_and_then_ends_the_process(place: Place) -> None:
 
 def test_sigterm_without_drain_ends_at_once_and_memory_keeps_the_step(place: Place) -> None:
     place.config(disk={"bandwidth": "10kB/s"})
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.save(1, state_of(1)).captured()
-        print("sealed")
-        time.sleep(60)
-        """
-    )
-    assert program.line() == "sealed"
+    program = place.start_with_a_step_in_memory()
     program.signal(signal.SIGTERM)
     assert program.end().code == -signal.SIGTERM
     place.config()
-    assert step_of(restore(place)) == 1
+    assert place.restored().step == 1
 
 
 def test_ctrl_c_is_raised_where_the_loop_is_and_loses_no_step(place: Place) -> None:
@@ -822,33 +654,6 @@ def test_ctrl_c_is_raised_where_the_loop_is_and_loses_no_step(place: Place) -> N
     assert program.line() == "interrupted"
     assert program.end().code == 0
     assert place.steps() == [1]
-
-
-def test_a_forked_child_neither_saves_nor_harms_the_parent(place: Place) -> None:
-    place.config()
-    answer = place.run(
-        """
-        with tierfall.open("tiers.yaml") as ckpt:
-            ckpt.save(1, state_of(1))
-            pid = os.fork()
-            if not pid:
-                try:
-                    ckpt.save(2, state_of(2))
-                except tierfall.errors.ConfigError as error:
-                    os._exit(9 if "fork" in str(error) else 8)
-                os._exit(7)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-            import multiprocessing
-            child = multiprocessing.get_context("fork").Process(target=time.time)
-            child.start()
-            child.join(20)
-            assert child.exitcode == 0
-            ckpt.save(2, state_of(2), block=True)
-        print("closed")
-        """
-    )
-    assert (answer.code, answer.out) == (0, "closed\n"), answer.err
-    assert place.steps() == [1, 2]
 
 
 def test_memory_that_is_too_small_is_refused_with_what_is_needed_and_the_cure(
@@ -878,8 +683,7 @@ def test_after_a_cleaner_removed_the_files_of_memory_the_next_images_are_in_new_
         assert place.ls()["3@1"]["host"] == "sealed"
         said = [r for r in caplog.records if r.levelname == "WARNING" and "removed" in r.message]
         assert len(said) == 1
-    report = restore(place)
-    assert step_of(report) == 3
+    assert place.restored().step == 3
 
 
 def place_of_another(place: Place) -> None:
@@ -943,8 +747,7 @@ def test_few_descriptors_are_enough_or_named(place: Place) -> None:
         import resource
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         with tierfall.open("tiers.yaml") as ckpt:
-            for step in range(1, 11):
-                ckpt.save(step, state_of(step), block=True)
+            save_steps(ckpt, *range(1, 11))
             state = blank()
             assert ckpt.restore(state).step == step_in(state) == 10
         """
@@ -961,11 +764,11 @@ def test_a_process_leaves_no_descriptors_threads_or_memory_behind(place: Place) 
 
     place.save(1)
     with place.open() as ckpt:
-        restore_in(ckpt)
+        restored(ckpt)
     before = use()
     for step in range(2, 7):
         with place.open() as ckpt:
-            restore_in(ckpt)
+            restored(ckpt)
             ckpt.save(step, state_of(step), block=True)
     after = use()
     assert after[0] <= before[0] + 2
@@ -980,10 +783,10 @@ def test_a_damaged_record_of_an_attempt_hides_no_checkpoint(place: Place) -> Non
     whole = record.read_bytes()
     for content in (b"", whole.replace(b'"run":"run"', b'"run":"qqq"'), whole[:40]):
         record.write_bytes(content)
-        assert step_of(restore(place)) == 1
+        assert place.restored().step == 1
     assert place.json("verify", code=-1)["problems"] or record.read_bytes() == whole
     with place.open() as ckpt:
-        restore_in(ckpt)
+        restored(ckpt)
         ckpt.save(2, state_of(2), block=True)
     assert place.steps() == [1, 2]
 
@@ -998,11 +801,10 @@ def test_copies_of_a_lineage_that_was_left_stay_left_when_its_successors_are_gon
             ckpt.save(step, state_of(step), block=True)
             ckpt.pin(step)
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt, step=1)) == 1
-        for step in (2, 3, 4, 5, 6):
-            ckpt.save(step, state_of(step), block=True)
+        assert restored(ckpt, step=1).step == 1
+        save_steps(ckpt, 2, 3, 4, 5, 6)
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt)) == 6
+        assert restored(ckpt).step == 6
         found = {(c.step, c.attempt): c.abandoned for c in ckpt.checkpoints()}
         assert found[3, 1]
         assert found[2, 1]
@@ -1036,7 +838,7 @@ def test_what_was_left_stays_left_where_a_tier_has_nothing_of_the_new_lineage(pl
     place.config(disk={}, pfs={"flush": {"every": 3}})
     place.save(1, 2, 3)
     with place.open() as ckpt:
-        assert step_of(restore_in(ckpt, step=1)) == 1
+        assert restored(ckpt, step=1).step == 1
         ckpt.pin(3)
         ckpt.save(2, state_of(2), block=True)
     assert [folder.name for folder in place.folders("pfs")] == ["step-00000003-a0001"]
@@ -1054,5 +856,4 @@ def test_a_run_that_is_begun_anew_while_a_tier_is_away_stays_the_newer_one(place
     with place.open(fresh=True) as ckpt:
         ckpt.save(10, state_of(10)).wait("disk", timeout=SOON_S)
     away.rename(place.root / "pfs")
-    report = restore(place)
-    assert step_of(report) == 10
+    assert place.restored().step == 10

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import tierfall
-from tests.contract.kit import Place, new_place, state_of, tierfall_command, wait_until
-from tests.contract.trainer import files_below, save
+from tests.contract.kit import Place, files_below, new_place, state_of, tierfall_command, wait_until
+from tests.contract.trainer import save
 
 COMMANDS = (
     *("init", "ls", "latest", "runs", "show", "check", "verify", "export", "import", "copy"),
@@ -155,11 +155,7 @@ def test_a_command_that_is_interrupted_leaves_nothing_and_has_an_exit_code_of_it
     save(place, 1, elements=500_000)
     (place.root / "slow").mkdir()
     place.config(disk={}, slow={"bandwidth": "300kB/s"})
-    copying = place.start(
-        "sys.argv[:] = ['tierfall', *sys.argv[1:]]\nimport runpy\n"
-        "runpy.run_module('tierfall', run_name='__main__', alter_sys=True)",
-        *("copy", "1", "--to", "slow", "--json"),
-    )
+    copying = place.begin("copy", "1", "--to", "slow", "--json")
     wait_until(lambda: any((place.root / "slow").rglob("step-*")), "the copy has begun")
     copying.signal(signal.SIGINT)
     answer = copying.end()
@@ -181,19 +177,6 @@ def test_what_is_piped_has_neither_colours_nor_trailing_spaces_unless_they_are_a
 
 
 # Which file, which run --------------------------------------------------------------------------------
-
-
-def test_the_file_is_named_by_the_option_the_variable_or_the_working_folder(
-    two: Place, tmp_path: Path
-) -> None:
-    named, here = str(two.yaml), two.root
-    assert tierfall_command("latest", "-c", named).out == "2@1\n"
-    assert tierfall_command("latest", TIERFALL_CONFIG=named).out == "2@1\n"
-    assert tierfall_command("latest", cwd=here).out == "2@1\n"
-    missing = tierfall_command("latest", cwd=tmp_path)
-    assert (missing.code, missing.out) == (2, "")
-    assert "--config" in missing.err
-    assert "TIERFALL_CONFIG" in missing.err
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,13 @@ from tests.contract.kit import (
     Log,
     Place,
     blank,
+    files_below,
+    folder_of,
     state_of,
-    step_in,
     tierfall_command,
     wait_until,
 )
-from tests.contract.trainer import Trainer, files_below, folder_of, save, trainers
+from tests.contract.trainer import Trainer, save, trainers
 
 SLOW = {"bandwidth": "4kB/s"}
 """A tier that has not finished a copy when the trainer is killed."""
@@ -107,6 +108,8 @@ def test_what_only_the_trainers_memory_holds_cannot_be_pinned_from_outside(
     trainer.tell("capture 1")
     for words in (["pin", "1"], ["unpin", "1"], ["rm", "1", "--yes", "--even-the-last"]):
         assert "memory" in place.cli(*words, code=1).err
+    exported = place.json("export", "1", "--to", str(place.root / "out"))
+    assert list(exported["sources"]) == ["host"]
     trainer.tell("save 2")
     trainer.tell("pin 2")
     assert "unpinned 2@1 on disk" in place.cli("unpin", "2").out
@@ -222,11 +225,8 @@ def test_what_a_killed_trainer_left_in_memory_counts_and_is_drained(
     again = place.json("drain")
     assert (again["done"], again["left"]) == ([], [])
     assert "nothing is in host memory" in place.cli("drain").out
-    state = blank()
-    with place.open() as ckpt:
-        report = ckpt.restore(state)
-        assert report is not None
-        assert (report.attempt, step_in(state)) == (1, 2), "a drain takes no attempt"
+    report = place.restored()
+    assert (report.attempt, report.step) == (1, 2), "a drain takes no attempt"
 
 
 def test_a_drain_frees_no_image_whose_copy_on_a_tier_is_damaged(
@@ -250,12 +250,14 @@ def test_a_drain_frees_no_image_whose_copy_on_a_tier_is_damaged(
     assert place.steps() == [1, 2]
 
 
+@pytest.mark.parametrize("order", ["newest_first", "in_order"])
 def test_with_a_deadline_the_newest_comes_first_and_what_is_left_stays_in_memory(
-    place: Place, died: Callable[..., None]
+    place: Place, died: Callable[..., None], order: str
 ) -> None:
+    """The next drain brings it, also to a tier that accepts copies in order, and has a newer one by now."""
     died(1, 2, 3, 4)
-    newest_first = {"flush": {"order": "newest_first"}}
-    slow = {**newest_first, "bandwidth": "200kB/s"}
+    fast = {"flush": {"order": order}}
+    slow = {**fast, "bandwidth": "200kB/s"}
     place.config(disk={"flush": {"every": 100}}, far=slow, max_wait="5s")
     document = place.json("drain", "--deadline", "1200ms", code=1)
     there = [one["step"] for one in document["done"] if one["tier"] == "far"]
@@ -267,24 +269,11 @@ def test_with_a_deadline_the_newest_comes_first_and_what_is_left_stays_in_memory
     assert document["memory_kept"]
     assert document["forecast"]
     assert in_memory(place)
-    place.config(disk={"flush": {"every": 100}}, far=newest_first, max_wait="5s")
+    place.config(disk={"flush": {"every": 100}}, far=fast, max_wait="5s")
     place.cli("drain")
     assert place.steps("far") == [1, 2, 3, 4]
     for wrong in ("soon", "10x", ""):
         assert "--deadline" in place.cli("drain", "--deadline", wrong, code=2).err
-
-
-def test_what_a_deadline_left_out_is_brought_by_the_next_drain(
-    place: Place, died: Callable[..., None]
-) -> None:
-    """Also to a tier that accepts copies in order, and has a newer one by now."""
-    died(1, 2, 3, 4)
-    place.config(disk={"flush": {"every": 100}}, far={"bandwidth": "200kB/s"}, max_wait="5s")
-    place.cli("drain", "--deadline", "1200ms", code=1)
-    assert 1 not in place.steps("far")
-    place.config(disk={"flush": {"every": 100}}, far={}, max_wait="5s")
-    place.cli("drain")
-    assert place.steps("far") == [1, 2, 3, 4]
 
 
 def test_a_drain_makes_room_on_a_full_tier(place: Place, train: Callable[..., Trainer]) -> None:
@@ -308,9 +297,8 @@ def test_a_drain_that_was_killed_goes_on_where_it_stopped(
 ) -> None:
     """The file that it had begun becomes that of the image: what is in it is not sent again."""
     died(1)
-    slow = place.config(disk={"flush": {"every": 2}}, far={"bandwidth": "20kB/s"}, max_wait="60s")
-    code = "import runpy, sys\nsys.argv[1:] = ['drain']\nrunpy.run_module('tierfall', run_name='__main__')"
-    killed = place.start(code, TIERFALL_CONFIG=str(place.write(slow)))
+    place.config(disk={"flush": {"every": 2}}, far={"bandwidth": "20kB/s"}, max_wait="60s")
+    killed = place.begin("drain")
     begun = place.root / "far" / "run"
     wait_until(lambda: bool([*begun.glob("step-*/.tierfall-*.part")]), "an image is begun")
     killed.kill()
@@ -330,16 +318,12 @@ def test_a_start_waits_for_a_drain_of_what_the_one_before_left(
     died(1)
     words = {"disk": {"flush": {"every": 2}}, "max_wait": "60s"}
     place.config(far={"bandwidth": "20kB/s"}, **words)
-    code = "import runpy, sys\nsys.argv[1:] = ['drain']\nrunpy.run_module('tierfall', run_name='__main__')"
-    drains = place.start(code, TIERFALL_CONFIG=str(place.yaml))
+    drains = place.begin("drain")
     lock = next(place.memory.rglob("slot-0.lock"))
     wait_until(lambda: b"tierfall drain" in lock.read_bytes(), "it holds the run")
     place.config(far={}, **words)
-    state = blank()
-    with place.open() as ckpt:
-        assert log.lines("tierfall drain"), "it says what it waits for"
-        assert ckpt.restore(state) is not None
-    assert step_in(state) == 1
+    assert place.restored().step == 1
+    assert log.lines("tierfall drain"), "it says what it waits for"
     assert drains.end().code == 0
 
 

@@ -11,15 +11,19 @@ import pytest
 import torch
 
 from tests.contract.kit import (
+    IMAGE,
     Place,
     Program,
     blank,
+    files_below,
+    flip,
+    folder_of,
+    restored,
     state_of,
-    step_in,
     tierfall_command,
     wait_until,
 )
-from tests.contract.trainer import IMAGE, files_below, flip, folder_of, save
+from tests.contract.trainer import save
 
 ALL = ("rm", "--run", "run", "--all")
 
@@ -42,22 +46,6 @@ def test_prune_never_deletes_the_newest_from_each_of_two_tiers(place: Place) -> 
     assert 1500 in (*place.steps("disk"), *place.steps("far"))
     assert 1000 in place.steps("disk")
     assert place.cli("latest").out == "1500@1\n"
-
-
-def test_a_pin_protects_on_every_tier_until_it_is_removed(place: Place) -> None:
-    place.config(disk={}, far={})
-    save(place, 1, 2, 3)
-    assert place.cli("pin", "1").out == "pinned 1@1 on disk, far\n"
-    assert place.json("pin", "1@1")["done"] == ["disk", "far"]
-    assert pinned(place) == [1]
-    place.config(disk={"retain": {"last": 1}}, far={"retain": {"last": 1}})
-    save(place, 4)
-    place.cli("prune")
-    assert (place.steps("disk"), place.steps("far")) == ([1, 4], [1, 4])
-    assert place.cli("unpin", "1").out == "unpinned 1@1 on disk, far\n"
-    assert pinned(place) == []
-    place.cli("prune")
-    assert (place.steps("disk"), place.steps("far")) == ([4], [4])
 
 
 def test_a_step_without_a_good_copy_is_pinned_and_that_is_a_failure(place: Place) -> None:
@@ -95,7 +83,11 @@ def test_unpin_says_that_what_was_deleted_beside_its_pin_goes_now(place: Place) 
 
 def test_rm_deletes_a_step_everywhere_and_leaves_files_of_others(place: Place) -> None:
     place.config(disk={}, far={}, host={"on_close": "keep"})
-    save(place, 1, 2)
+    save(place, 1, 2, 3)
+    with place.open() as ckpt:
+        restored(ckpt)
+        ckpt.delete(3)
+        assert [c.step for c in ckpt.checkpoints()] == [1, 2]
     (folder_of(place, 1) / "notes.txt").write_text("mine")
     assert place.json("rm", "1")["done"] == ["host", "disk", "far"]
     assert place.ls() == {"2@1": {"host": "sealed", "disk": "committed", "far": "committed"}}
@@ -129,18 +121,6 @@ def test_what_counts_as_the_last_is_what_can_be_restored(place: Place) -> None:
     assert "no step is left that can be restored" in place.cli("rm", "1", code=1).err
     assert place.cli("rm", "2").out == "deleted 2@1 on disk\n"
     assert place.ls() == {"1@1": {"disk": "committed"}}
-
-
-def test_after_a_deletion_the_run_continues_from_the_step_before(place: Place) -> None:
-    place.config()
-    save(place, 1, 2)
-    place.cli("rm", "2", "--yes")
-    with place.open() as ckpt:
-        report = ckpt.restore(blank())
-        assert report is not None
-        assert report.step == 1
-        ckpt.save(2, state_of(2), block=True)
-    assert place.ls() == {"1@1": {"disk": "committed"}, "2@2": {"disk": "committed"}}
 
 
 # rm --all ------------------------------------------------------------------------------------------------
@@ -193,7 +173,7 @@ def test_a_run_is_not_deleted_while_a_tier_is_away_or_if_it_was_saved_after_it_w
     assert "tier far" in refused.err
     assert files_below(beside.root) == before
     shutil.move(beside.root / "unmounted", beside.root / "far")
-    deleting = command(beside, *ALL)
+    deleting = beside.begin(*ALL)
     while "type the name" not in deleting.line():
         pass
     save(beside, 3)
@@ -229,11 +209,6 @@ def test_a_tier_that_is_only_read_keeps_its_files_and_is_named(place: Place) -> 
     assert "far" in place.cli(*ALL, input="run\n", code=1).err
     assert files_below(place.root / "far") == before
     assert place.folders("disk") == []
-
-
-def command(place: Place, *words: str) -> Program:
-    """Start a command on ``tiers.yaml``, and leave it running."""
-    return Program(None, [words[0], "--config", str(place.yaml), *words[1:]], place.root, {})
 
 
 # prune ---------------------------------------------------------------------------------------------------
@@ -285,10 +260,7 @@ def test_prune_keeps_an_older_good_copy_rather_than_a_damaged_newer_one(place: P
     place.config(disk={"retain": {"last": 1}})
     place.cli("prune", code=-1)
     assert place.ls()["2@1"] == {"disk": "committed"}
-    state = blank()
-    with place.open() as ckpt:
-        ckpt.restore(state)
-    assert step_in(state) == 2
+    assert place.restored().step == 2
 
 
 def test_prune_deletes_a_damaged_copy_where_it_would_delete_a_whole_one(place: Place) -> None:
@@ -308,15 +280,6 @@ def test_prune_deletes_a_damaged_copy_where_it_would_delete_a_whole_one(place: P
     assert "damaged" in next(d["reason"] for d in planned if d["step"] == 1)
     place.cli("prune")
     assert [*place.ls()] == ["2@1", "3@1", "4@1"]
-
-
-def test_prune_says_that_no_checkpoint_has_the_metric_of_best(place: Place) -> None:
-    place.config()
-    save(place, 1, 2)
-    place.config(disk={"retain": {"best": {"metric": "accuracy", "mode": "max", "count": 1}}})
-    (note,) = place.json("prune", "--dry-run")["notes"]
-    assert "accuracy" in note
-    assert "loss" in note
 
 
 # forget ----------------------------------------------------------------------------------------------------
@@ -412,7 +375,7 @@ def copying(place: Place) -> Iterator[Callable[..., Program]]:
         place.config(
             disk={}, slow={"flush": {"every": 9}, "bandwidth": bandwidth}, max_wait=max_wait
         )
-        started.append(command(place, "copy", "1", "--to", "slow"))
+        started.append(place.begin("copy", "1", "--to", "slow"))
         wait_until(lambda: any((place.root / "slow").rglob("step-*")), "the copy has begun")
         return started[-1]
 
@@ -458,7 +421,7 @@ def test_of_two_imports_of_one_step_the_second_says_that_the_step_is_there(place
     place.config(disk={"bandwidth": "400kB/s"}, max_wait="60s")
     torch.save({"w": torch.ones(150_000)}, place.root / "x.pt")
     words = ("import", "x.pt", "--as-step", "5")
-    first = command(place, *words)
+    first = place.begin(*words)
     wait_until(lambda: any((place.root / "disk").rglob("step-*")), "the import has begun")
     assert "5" in place.cli(*words, code=1).err
     assert first.end().code == 0

@@ -10,8 +10,18 @@ import pytest
 import yaml
 
 import tierfall
-from tests.contract.kit import Answer, Place, blank, state_of, step_in, tierfall_command
-from tests.contract.trainer import IMAGE, MANIFEST, files_below, flip, folder_of, save
+from tests.contract.kit import (
+    IMAGE,
+    MANIFEST,
+    Answer,
+    Place,
+    files_below,
+    flip,
+    folder_of,
+    state_of,
+    tierfall_command,
+)
+from tests.contract.trainer import save
 
 
 @pytest.fixture
@@ -88,15 +98,6 @@ def test_records_of_attempts_and_latest_are_checked_and_mended(copies: Place) ->
     assert {name: d for name, d in files_below(run).items() if name in before} == before
 
 
-def test_a_missing_file_and_one_of_another_length_are_damage(copies: Place) -> None:
-    (folder_of(copies, 1) / MANIFEST).unlink()
-    with (folder_of(copies, 2) / IMAGE).open("ab") as image:
-        image.write(b"more")
-    assert {(one["step"], one["file"]) for one in damage(copies)} == {(1, MANIFEST), (2, IMAGE)}
-    copies.cli("verify", "--repair")
-    assert copies.steps("disk") == [1, 2]
-
-
 def test_damage_in_every_copy_is_past_repair_and_changes_nothing(copies: Place) -> None:
     for tier in ("disk", "far"):
         flip(folder_of(copies, 1, tier) / IMAGE, -1)
@@ -117,16 +118,29 @@ def test_two_copies_that_are_damaged_in_different_places_mend_each_other(copies:
 
 @pytest.mark.parametrize("codec", ["zstd", "planes"])
 def test_a_packed_copy_is_checked_and_mended_packed(place: Place, codec: str) -> None:
+    """Each file of it, in a step of its own, and all of them in one."""
     place.config(disk={"compress": {"codec": codec}}, far={})
-    save(place, 1)
-    (image,) = folder_of(place, 1).glob(f"{IMAGE}.*")
-    flip(image, image.stat().st_size // 2)
-    (found,) = damage(place)
-    assert (found["tier"], found["file"]) == ("disk", image.name)
-    place.cli("verify", "--repair")
-    assert place.json("verify")["ok"]
-    assert image.exists()
-    assert place.steps("disk") == [1]
+    save(place, *range(1, 7))
+    for step in range(1, 6):
+        folder = folder_of(place, step)
+        (image,) = folder.glob(f"{IMAGE}.*")
+        stored = folder / MANIFEST.replace(".json", ".stored.json")
+        files = [image, stored, folder / MANIFEST, folder / "commit.json"]
+        for path in files if step == 5 else [files[step - 1]]:
+            flip(path, path.stat().st_size // 2)
+    before = files_below(place.root / "far"), files_below(folder_of(place, 6))
+    assert {(one["tier"], one["step"]) for one in damage(place)} == {
+        ("disk", step) for step in range(1, 6)
+    }
+    repairs = place.json("verify", "--repair")["repairs"]
+    assert sorted((one["step"], one["done"], one["why"]) for one in repairs) == [
+        (step, True, "rewritten from far") for step in range(1, 6)
+    ]
+    document = place.json("verify")
+    assert (document["ok"], document["notes"]) == (True, [])
+    assert len(list(place.root.glob(f"disk/run/step-*/{image.name}"))) == 6
+    assert place.steps("disk") == list(range(1, 7))
+    assert (files_below(place.root / "far"), files_below(folder_of(place, 6))) == before
 
 
 def test_what_verify_found_is_known_from_then_on_until_it_is_mended(copies: Place) -> None:
@@ -242,10 +256,7 @@ def test_init_asks_nothing_without_a_terminal_and_writes_a_file_that_works(place
     place.write(written)
     with place.open() as ckpt:
         ckpt.save(50, state_of(50), block=True)
-    state = blank()
-    with place.open() as ckpt:
-        ckpt.restore(state)
-    assert step_in(state) == 50
+    assert place.restored().step == 50
 
 
 def test_init_replaces_a_file_only_by_force(place: Place) -> None:

@@ -11,8 +11,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.kit import Place, blank, new_place, state_of, step_in, training_state
-from tests.contract.trainer import IMAGE, MANIFEST, files_below, flip, folder_of, save
+from tests.contract.kit import (
+    IMAGE,
+    MANIFEST,
+    Place,
+    blank,
+    files_below,
+    flip,
+    folder_of,
+    new_place,
+    state_of,
+    training_state,
+)
+from tests.contract.trainer import save
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +138,8 @@ def test_latest_is_what_a_restore_takes(place: Place) -> None:
         ckpt.restore(blank(), step=1)
         ckpt.save(2, state_of(2), block=True)
     assert place.cli("latest").out == "2@2\n"
-    state = blank()
-    with place.open() as ckpt:
-        report = ckpt.restore(state)
-        assert report is not None
-        assert (report.step, report.attempt) == (2, 2)
+    report = place.restored()
+    assert (report.step, report.attempt) == (2, 2)
 
 
 def test_latest_passes_over_a_damaged_step_names_it_and_fails(place: Place) -> None:
@@ -142,10 +150,7 @@ def test_latest_passes_over_a_damaged_step_names_it_and_fails(place: Place) -> N
     assert answer.out == "2@1\n"
     assert "3@1 is newer, and damaged" in answer.err
     assert place.cli("pin", "latest", code=1).out == "pinned 2@1 on disk\n"
-    state = blank()
-    with place.open() as ckpt:
-        ckpt.restore(state)
-    assert step_in(state) == 2
+    assert place.restored().step == 2
 
 
 def test_without_a_step_that_can_be_restored_latest_prints_nothing_and_fails(place: Place) -> None:
@@ -265,11 +270,7 @@ def test_each_frame_of_watch_is_one_line_of_json_until_ctrl_c_which_is_how_it_en
 ) -> None:
     place.config()
     save(place, 1)
-    watching = place.start(
-        "import runpy\nsys.argv[:] = ['tierfall', *sys.argv[1:]]\n"
-        "runpy.run_module('tierfall', run_name='__main__', alter_sys=True)",
-        *("watch", "--json", "--every", "100ms"),
-    )
+    watching = place.begin("watch", "--json", "--every", "100ms")
     first, second = (json.loads(watching.line()) for _ in range(2))
     assert first["ok"]
     assert second["wall_time_s"] > first["wall_time_s"]

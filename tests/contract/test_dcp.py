@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tierfall
-from tests.contract.kit import Place, equal, train_a_step, training_state
-from tests.contract.trainer import IMAGE, flip, folder_of
+from tests.contract.kit import IMAGE, Place, equal, flip, folder_of, train_a_step, training_state
 from tierfall.errors import CapacityError, CaptureError, ConfigError, IntegrityError, StepError
 from tierfall.integrations.dcp import LazyStager, TierReader, TierSavePlanner, TierWriter
 

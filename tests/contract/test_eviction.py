@@ -6,24 +6,16 @@ import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import tierfall
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
-from tests.contract.kit import Place, blank, state_of, step_in, wait_until
+from tests.contract.kit import Place, save_steps, state_of, wait_until
 from tierfall.errors import CapacityError
 
 SOON_S = 20.0
 THREE = {"capacity": "480KiB"}
 """Room for three checkpoints of ``state_of``."""
-
-
-def save(ckpt: tierfall.Checkpointer, *steps: int, **words: Any) -> None:
-    for step in steps:
-        ckpt.save(step, state_of(step), block=True, **words)
 
 
 # Which go first --------------------------------------------------------------------------------------
@@ -32,9 +24,9 @@ def save(ckpt: tierfall.Checkpointer, *steps: int, **words: Any) -> None:
 def test_the_oldest_makes_room_for_the_next(place: Place) -> None:
     place.config(disk=THREE)
     with place.open() as ckpt:
-        save(ckpt, 1, 2, 3)
+        save_steps(ckpt, 1, 2, 3)
         assert place.steps() == [1, 2, 3]
-        save(ckpt, 4)
+        save_steps(ckpt, 4)
         assert place.steps() == [2, 3, 4]
         assert sum(ckpt.statistics().deleted_copies.values()) == 1
 
@@ -45,7 +37,7 @@ def test_watermarks_make_room_in_few_rounds(place: Place) -> None:
     held = []
     with place.open() as ckpt:
         for step in range(1, 16):
-            save(ckpt, step)
+            save_steps(ckpt, step)
             held.append(len(place.folders()))
     drops = [a - b for a, b in pairwise(held) if b < a]
     assert drops
@@ -57,20 +49,19 @@ def test_watermarks_make_room_in_few_rounds(place: Place) -> None:
 def test_a_full_tier_deletes_what_a_rule_would_keep_if_nothing_else_is_left(place: Place) -> None:
     place.config(disk={**THREE, "retain": {"last": 10}})
     with place.open() as ckpt:
-        save(ckpt, 1, 2, 3, 4, 5)
+        save_steps(ckpt, 1, 2, 3, 4, 5)
     assert place.steps() == [3, 4, 5]
 
 
-def test_what_no_rule_keeps_makes_room_before_what_one_keeps(place: Place) -> None:
+def test_what_no_rule_keeps_makes_room_before_what_one_keeps(place: Place, store: Faulty) -> None:
     """Nothing else has deleted step 2 yet: a deletion first reads what is decided, which the store holds up."""
-    store = Faulty(place.root)
     rules = {**THREE, "retain": {"tags": ["keep"]}}
-    place.config(store=store.tier(**rules), plugins=[faulty.__file__])
+    place.config(store=store.tier(**rules))
     with place.open() as ckpt:
-        save(ckpt, 1, tags=["keep"])
-        save(ckpt, 2)
+        save_steps(ckpt, 1, tags=["keep"])
+        save_steps(ckpt, 2)
         store.set("hang", "decided", call="list")
-        save(ckpt, 3)
+        save_steps(ckpt, 3)
         assert store.steps() == [1, 2, 3]
         last = ckpt.save(4, state_of(4))
         store.heal()
@@ -87,11 +78,11 @@ def test_cheapest_deletes_first_what_another_tier_has_as_safely_and_oldest_the_o
         b = {"path": str(place.root / f"{order}-other"), "flush": {"every": 2}}
         place.config(a=a, b=b, run=order)
         with place.open() as ckpt:
-            save(ckpt, 1)
+            save_steps(ckpt, 1)
             for step in (2, 3):
-                save(ckpt, step)
+                save_steps(ckpt, step)
                 place.cli("copy", str(step), "--to", "b", code=-1)
-            save(ckpt, 4, 5)
+            save_steps(ckpt, 4, 5)
         found = sorted(
             int(p.parent.name[5:13])
             for p in (place.root / order / order).glob("step-*/commit.json")
@@ -107,7 +98,7 @@ def test_a_pin_makes_no_room_and_its_removal_does_at_once(place: Place) -> None:
     place.config(disk={"capacity": "330KiB"})
     with place.open() as ckpt:
         for step in (1, 2):
-            save(ckpt, step)
+            save_steps(ckpt, step)
             ckpt.pin(step)
         third = ckpt.save(3, state_of(3))
         with pytest.raises(CapacityError, match=r"(?s)disk.*unpin"):
@@ -118,13 +109,13 @@ def test_a_pin_makes_no_room_and_its_removal_does_at_once(place: Place) -> None:
         assert place.steps() == [2, 3]
 
 
-def test_what_a_slower_tier_is_owed_makes_no_room_until_it_has_it(place: Place) -> None:
-    store = Faulty(place.root)
+def test_what_a_slower_tier_is_owed_makes_no_room_until_it_has_it(
+    place: Place, store: Faulty
+) -> None:
     place.config(
         host={"capacity": "400KiB"},
         disk={"capacity": "330KiB"},
         store=store.tier(),
-        plugins=[faulty.__file__],
     )
     with place.open() as ckpt:
         store.set("refuse", "step-")
@@ -145,7 +136,7 @@ def test_room_is_never_made_by_the_only_copy_that_survives_a_loss(place: Place) 
         disk={}, pfs={"shared": True, "capacity": "200KiB", "flush": {"every": 2}}, max_wait="1s"
     )
     with place.open() as ckpt:
-        save(ckpt, 1, 2)
+        save_steps(ckpt, 1, 2)
         third = ckpt.save(3, state_of(3))
         third.wait("disk", timeout=SOON_S)
         fourth = ckpt.save(4, state_of(4))
@@ -178,7 +169,7 @@ def test_a_full_disk_deletes_the_oldest_for_each_new_one_and_reports_it_once(
     mount(place.root / "disk", "600k")
     place.config()
     with place.open() as ckpt:
-        save(ckpt, *range(1, 11))
+        save_steps(ckpt, *range(1, 11))
         wait_until(lambda: "full" in caplog.text, "it is logged")
         assert not any(ckpt.statistics().given_up_copies.values())
     warned = [r for r in caplog.records if r.levelname == "WARNING" and "full" in r.getMessage()]
@@ -197,7 +188,7 @@ def test_a_disk_that_others_fill_is_reported_and_gets_what_it_is_owed_later(
     mount(disk, "500k")
     place.config(disk={"shared": True}, other={})
     with place.open() as ckpt:
-        save(ckpt, 1)
+        save_steps(ckpt, 1)
         (disk / "theirs").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096))
         handle = ckpt.save(2, state_of(2))
         handle.wait("other", timeout=SOON_S)
@@ -207,17 +198,13 @@ def test_a_disk_that_others_fill_is_reported_and_gets_what_it_is_owed_later(
         (disk / "theirs").unlink()
         assert ckpt.drain(deadline=SOON_S).left == ()
     assert place.steps("disk") == place.steps("other") == [1, 2]
-    state = blank()
-    with place.open() as ckpt:
-        assert ckpt.restore(state) is not None
-    assert step_in(state) == 2
+    assert place.restored().step == 2
 
 
-def test_a_store_without_room_deletes_what_its_rules_allow(place: Place) -> None:
-    store = Faulty(place.root)
-    place.config(store=store.tier(), plugins=[faulty.__file__])
+def test_a_store_without_room_deletes_what_its_rules_allow(place: Place, store: Faulty) -> None:
+    place.config(store=store.tier())
     with place.open() as ckpt:
-        save(ckpt, 1, 2)
+        save_steps(ckpt, 1, 2)
         store.set("full", "step-00000003")
         handle = ckpt.save(3, state_of(3))
         wait_until(lambda: 1 not in store.steps(), "the oldest goes")

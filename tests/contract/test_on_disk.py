@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import tierfall
-from tests.contract import faulty
 from tests.contract.faulty import Faulty
 from tests.contract.kit import (
+    IMAGE,
+    MANIFEST,
     Place,
     blank,
-    equal,
     files_below,
+    restored,
+    save_steps,
     state_of,
     step_in,
     training_state,
@@ -35,8 +36,6 @@ from tierfall.errors import RestoreError
 
 SOON_S = 20.0
 CHUNK = 64 * 1024
-IMAGE = "rank-00000-of-00001.safetensors"
-MANIFEST = "rank-00000-of-00001.json"
 
 
 def document(path: Path) -> dict[str, Any]:
@@ -351,10 +350,9 @@ def test_a_pointer_is_a_document_that_names_step_and_tiers(place: Place) -> None
 # The order of writes ---------------------------------------------------------------------------------
 
 
-def test_the_commit_record_is_written_last(place: Place) -> None:
+def test_the_commit_record_is_written_last(place: Place, store: Faulty) -> None:
     """Before it there is no checkpoint, though all its files are whole."""
-    store = Faulty(place.root)
-    place.config(store=store.tier(), plugins=[faulty.__file__])
+    place.config(store=store.tier())
     with place.open() as ckpt:
         store.set("hang", "commit.json", call="put")
         handle = ckpt.save(1, state_of(1))
@@ -444,8 +442,7 @@ def test_a_deletion_removes_the_commit_record_first_and_syncs_that(
 ) -> None:
     place.config(disk={"retain": {"last": 1}})
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2)
         wait_until(lambda: len(place.folders()) == 1, "step 1 goes")
         ckpt.drain()
     folder = str(place.root / "disk/run/step-00000001-a0001")
@@ -476,11 +473,7 @@ def test_members_that_a_reader_does_not_know_are_ignored(place: Place, two: Path
     record.pop("digest")
     seal(two / "commit.json", {**record, "of_the_future": [1, {"x": None}]})
     document(two / "commit.json")
-    with place.open() as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-    assert report is not None
-    assert step_in(state) == 2
+    assert place.restored().step == 2
 
 
 @pytest.mark.parametrize("member", [{"format": 2}, {"requires": ["of-the-future"]}])
@@ -511,10 +504,8 @@ def test_a_record_whose_digest_is_wrong_is_damage_and_never_absence(
     (two / "commit.json").write_bytes(data.replace(b'"step":2', b'"step":3'))
     assert place.cli("ls", code=-1).out.count("damaged") >= 1
     with place.open() as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-        assert report is not None
-        assert step_in(state) == 1
+        report = restored(ckpt)
+        assert report.step == 1
         assert any("2@1" in f"{f.what} {f.id}" for f in report.fallbacks)
     assert (two / IMAGE).exists()
 
@@ -529,10 +520,3 @@ def test_a_folder_without_a_commit_record_is_no_checkpoint(place: Place, two: Pa
         assert step_in(state) == 1
         ckpt.save(2, state_of(2), block=True)
         wait_until(lambda: not two.exists(), "what was unfinished is collected")
-
-
-def test_a_step_folder_that_is_copied_below_its_runs_name_loads(place: Place, two: Path) -> None:
-    shutil.copytree(two, place.root / "elsewhere/run" / two.name)
-    assert step_in(tierfall.load(place.root / "elsewhere/run" / two.name)) == 2
-    assert step_in(tierfall.load(place.root / "elsewhere/run" / two.name / IMAGE)) == 2
-    assert equal(tierfall.load(two)["w"], state_of(2)["w"])

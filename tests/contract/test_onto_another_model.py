@@ -356,30 +356,3 @@ def test_parameter_groups_may_be_in_another_order(place: Place) -> None:
     for one, two in zip(saved.parameters(), live.parameters(), strict=True):
         left, right = optimizer.state[one], other.state[two]
         assert equal(right["momentum_buffer"], left["momentum_buffer"])
-
-
-def test_moments_of_numbers_alone_never_go_to_another_layer(place: Place) -> None:
-    """A file of torch.save pairs moments with parameters by position: layers in another order are refused."""
-
-    def layers(*names: str) -> dict[str, Any]:
-        model = nn.Module()
-        for name in names:
-            model.add_module(name, nn.Linear(2, 2, bias=False))
-        optimizer = torch.optim.AdamW(model.parameters())
-        for n, parameter in enumerate(model.parameters(), 1):
-            parameter.grad = torch.full_like(parameter, float(n))
-        optimizer.step()
-        return {"model": model, "optimizer": optimizer}
-
-    place.config()
-    saved = layers("query", "key", "value")
-    torch.save({k: v.state_dict() for k, v in saved.items()}, place.root / "old.pt")
-    (place.root / "disk").mkdir()
-    place.cli("import", str(place.root / "old.pt"), "--as-step", "5")
-    other, same = layers("key", "query", "value"), layers("query", "key", "value")
-    with place.open() as ckpt:
-        text = refused(lambda: ckpt.restore(other))
-        assert re.search(r"optimizer: .*order.*skip=\['optimizer'\]", text, re.DOTALL)
-        ckpt.restore(same)
-    left = saved["optimizer"].state[saved["model"].key.weight]
-    assert equal(same["optimizer"].state[same["model"].key.weight], left)

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from tests.contract import of_ranks
-from tests.contract.kit import Answer, Crew, Raised, crew, tierfall_command
-from tests.contract.trainer import flip
+from tests.contract.kit import Answer, Crew, Raised, crew, flip, tierfall_command
 
 SELDOM = {"flush": {"every": 100}}
 TWO = {"copies": 2}
@@ -266,6 +265,21 @@ def test_a_clean_close_frees_memory_once_storage_has_the_newest(run: Nodes) -> N
     check(run.train(), step=2, tiers={"pfs"})
 
 
+def test_storage_that_was_deleted_is_forgotten_by_each_node_which_keeps_for_its_user_alone(
+    run: Nodes,
+) -> None:
+    every_second = {"flush": {"every": 2}}
+    run.train(1, pfs=every_second)
+    run.train(2, wait=["pfs"], pfs=every_second)
+    run.train(3, pfs=every_second)
+    assert all((run.root / f"peers-{node}").stat().st_mode & 0o077 == 0 for node in range(4))
+    shutil.rmtree(run.root / "pfs")
+    for node in range(4):
+        answer = run.command(node, "forget", "pfs")
+        assert "pfs is forgotten by this machine" in answer.out, answer.err
+    check(run.train(), step=3)
+
+
 # Who keeps what ----------------------------------------------------------------------------------------------
 
 
@@ -285,12 +299,19 @@ def test_a_placement_that_cannot_be_is_refused_on_all_ranks(run: Nodes) -> None:
     )
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(run: Nodes) -> None:
+    (run.root / "peers-1").touch()
+    for one in run.refused(ONE):
+        assert "tier peers: " in one.text, one
+
+
 def test_one_node_alone_leaves_the_tier_out_and_does_not_begin_a_run_anew(
     nodes: Crew, tmp_path: Path, begun: Callable[..., Nodes]
 ) -> None:
     alone = {"members": [0], "pfs": SELDOM, "peers": ONE}
     new = nodes.run(of_ranks.go_on, folder=str(tmp_path / "new"), steps=[1], wait=["host"], **alone)
     assert new[0]["known"] == [[1, 1, ["host"]]]
+    assert not (tmp_path / "new" / "peers-0").exists()
     found = nodes.outcomes(of_ranks.go_on, folder=str(begun().root), **alone)
     assert isinstance(found[0], Raised), found[0]
     assert found[0].kind == "RestoreError"

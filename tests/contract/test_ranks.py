@@ -20,8 +20,7 @@ from safetensors import safe_open
 
 import tierfall
 from tests.contract import of_ranks
-from tests.contract.kit import Crew, Raised, crew, equal, tierfall_command, wait_until
-from tests.contract.trainer import flip
+from tests.contract.kit import Crew, Raised, crew, equal, flip, tierfall_command, wait_until
 from tierfall.errors import LockError
 
 SELDOM = {"flush": {"every": 100}}
@@ -431,11 +430,16 @@ def test_a_value_that_differed_is_named_if_another_number_of_ranks_restores(
 def test_a_loop_that_saves_by_dcp_continues_on_as_many_ranks_and_on_fewer(
     four: Crew, folder: str
 ) -> None:
+    """In its own layout, and in others."""
     words = {"folder": folder, "members": ALL}
     saved = four.run(of_ranks.train_by_dcp, until=2, lazily=True, **words)
     assert all(one["lazy"] > 0 for one in saved), "a LazyStager captures what the optimizer steps"
-    fewer = four.run(of_ranks.train_by_dcp, folder=folder, until=2, members=[0, 1])
-    assert [(one["first"], one["digest"]) for one in fewer[:2]] == [(3, saved[0]["digest"])] * 2
+    for layout, members in (("fsdp", [0, 1]), ("tp", [0, 1]), ("hsdp", ALL), ("plain", [0])):
+        found = four.run(
+            of_ranks.train_by_dcp, folder=folder, until=2, members=members, layout=layout
+        )
+        for rank in members:
+            assert (found[rank]["first"], found[rank]["digest"]) == (3, saved[0]["digest"]), layout
     again = four.run(of_ranks.train_by_dcp, until=3, **words)
     assert [(one["first"], one["restored"]) for one in again] == [(3, saved[0]["digest"])] * 4
 

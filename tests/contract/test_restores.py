@@ -16,33 +16,24 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import tierfall
+from tests.contract.faulty import Faulty
 from tests.contract.kit import (
-    Gate,
+    IMAGE,
+    MANIFEST,
     Log,
     Place,
     blank,
     equal,
+    flip,
+    folder_of,
     new_place,
     state_of,
     step_in,
     train_a_step,
     training_state,
+    wait_until,
 )
 from tierfall.errors import ConfigError, RestoreError, StepError
-
-SHARD = "rank-00000-of-00001.safetensors"
-MANIFEST = "rank-00000-of-00001.json"
-
-
-def folder_of(place: Place, step: int, tier: str = "disk") -> Path:
-    (found,) = (place.root / tier / "run").glob(f"step-{step:08d}-*")
-    return found
-
-
-def flip(file: Path, at: int = -5) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
 
 
 def restored(ckpt: tierfall.Checkpointer, **how: Any) -> tuple[tierfall.RestoreReport, int]:
@@ -122,9 +113,8 @@ def test_after_going_back_the_later_steps_are_abandoned(place: Place) -> None:
         assert restored(ckpt, step=1)[1] == 1
         assert not any(info.abandoned for info in ckpt.checkpoints()), "before the first save"
         ckpt.save(2, state_of(22), block=True)
-        ckpt.drain()
+        wait_until(lambda: len(ckpt.checkpoints()) == 3, "2@1 is deleted, though no rule says so")
         found = {f"{c.step}@{c.attempt}": c.abandoned for c in ckpt.checkpoints()}
-        assert found.pop("2@1", True), "abandoned, or deleted for that"
         assert found == {"1@1": False, "3@1": True, "2@2": False}
     with place.open() as ckpt:
         assert restored(ckpt)[1] == 22
@@ -202,8 +192,10 @@ def with_pfs(pair: Place, two_steps: Path) -> None:
 
 
 def test_a_damaged_chunk_is_read_from_the_next_tier(pair: Place, two_steps: Path) -> None:
+    """Also if that one is damaged, too, in another chunk."""
     with_pfs(pair, two_steps)
-    flip(folder_of(pair, 2) / SHARD)
+    flip(folder_of(pair, 2) / IMAGE)
+    flip(folder_of(pair, 2, "pfs") / IMAGE, -70_000)
     with pair.open() as ckpt:
         report, step = restored(ckpt)
         assert (report.step, step) == (2, 2)
@@ -219,7 +211,7 @@ def test_a_damaged_chunk_that_the_page_cache_has_is_read_from_the_next_tier(plac
     place.config(host={"capacity": "8MiB"}, disk={}, pfs={}, chunk="1MiB")
     with place.open() as ckpt:
         ckpt.save(2, state_of(2, elements=600_000), block=True)
-    shard = folder_of(place, 2) / SHARD
+    shard = folder_of(place, 2) / IMAGE
     flip(shard, -1_000_000)
     shard.read_bytes()
     state = blank(elements=600_000)
@@ -232,7 +224,7 @@ def test_a_damaged_chunk_that_the_page_cache_has_is_read_from_the_next_tier(plac
 
 def test_a_restore_from_one_tier_reads_no_other(pair: Place, two_steps: Path) -> None:
     with_pfs(pair, two_steps)
-    flip(folder_of(pair, 2) / SHARD)
+    flip(folder_of(pair, 2) / IMAGE)
     with pair.open() as ckpt:
         with pytest.raises(RestoreError, match=r"disk.*2@1|2@1.*disk"):
             ckpt.restore(blank(), step=2, tier="disk")
@@ -242,14 +234,14 @@ def test_a_restore_from_one_tier_reads_no_other(pair: Place, two_steps: Path) ->
 
 
 def _cut(folder: Path) -> None:
-    with (folder / SHARD).open("r+b") as file:
+    with (folder / IMAGE).open("r+b") as file:
         file.truncate(70_000)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "a bit of the values": lambda folder: flip(folder / SHARD),
-    "a bit of the header": lambda folder: flip(folder / SHARD, 20),
-    "the image is gone": lambda folder: (folder / SHARD).unlink(),
+    "a bit of the values": lambda folder: flip(folder / IMAGE),
+    "a bit of the header": lambda folder: flip(folder / IMAGE, 20),
+    "the image is gone": lambda folder: (folder / IMAGE).unlink(),
     "the image is short": _cut,
     "the manifest is gone": lambda folder: (folder / MANIFEST).unlink(),
     "a bit of the manifest": lambda folder: flip(folder / MANIFEST, 100),
@@ -277,29 +269,11 @@ def test_a_step_that_is_damaged_everywhere_gives_way_to_an_older_one(
         ckpt.restore(blank())
 
 
-def test_what_may_not_be_read_is_never_passed_over_unless_that_is_asked_for(place: Place) -> None:
-    gate = Gate(place.root / "store")
-    place.config(store=gate.tier())
-    place.save(1, 2)
-    gate.refuse(PermissionError(13, "denied"), "read", part=f"step-00000002-a0001/{SHARD}")
-    with place.open() as ckpt:
-        with pytest.raises(RestoreError, match=r"2@1.*unreachable='ignore'|unreachable=.ignore"):
-            ckpt.restore(blank())
-        report, step = restored(ckpt, unreachable="ignore")
-        assert (report.step, step) == (1, 1)
-        assert any(f.id is not None and f.id.step == 2 for f in report.fallbacks)
-        ckpt.save(3, state_of(3), block=True)
-        ckpt.drain()
-    gate.open()
-    with place.open() as ckpt:
-        assert restored(ckpt, step=2, attempt=1)[1] == 2, "no rule deleted what could not be read"
-
-
-def test_a_tier_that_cannot_be_listed_is_not_an_empty_one(place: Place) -> None:
-    gate = Gate(place.root / "store")
-    place.config(disk={"flush": {"every": 2}}, store=gate.tier(), max_wait="0.5s")
+def test_a_tier_that_cannot_be_listed_is_not_an_empty_one(place: Place, store: Faulty) -> None:
+    disk = {"flush": {"every": 2}}
+    place.config(disk=disk, store=store.tier(), max_wait="0.5s")
     place.save(1, 2, 3)
-    gate.refuse(RuntimeError("odd"), "list", "read", part="/run")
+    store.set("away", "run")
     with place.open() as ckpt:
         with pytest.raises(RestoreError, match=r"store.*unreachable='ignore'"):
             ckpt.restore(blank())
@@ -311,31 +285,6 @@ def test_a_tier_that_cannot_be_listed_is_not_an_empty_one(place: Place) -> None:
         for how in ("raise", "ignore"):
             with pytest.raises(RestoreError, match="store"):
                 ckpt.restore(blank(), unreachable=how)
-
-
-def test_what_latest_names_and_no_listing_shows_is_asked_for_by_its_key(place: Place) -> None:
-    gate = Gate(place.root / "store")
-    place.config(store=gate.tier())
-    place.save(1, 2)
-    gate.hide("step-00000002")
-    with place.open() as ckpt:
-        assert restored(ckpt)[1] == 2
-    gate.open()
-    shutil.rmtree(folder_of(place, 2, "store"))
-    with place.open() as ckpt:
-        with pytest.raises(RestoreError, match=r"2@1|step-00000002"):
-            ckpt.restore(blank())
-        assert restored(ckpt, unreachable="ignore")[1] == 1
-
-
-def test_a_link_in_place_of_a_record_is_not_followed_and_not_absent(pair: Place) -> None:
-    record = folder_of(pair, 2) / "commit.json"
-    record.rename(pair.root / "elsewhere.json")
-    record.symlink_to(pair.root / "elsewhere.json")
-    with pair.open() as ckpt:
-        with pytest.raises(RestoreError, match="2"):
-            ckpt.restore(blank())
-        assert restored(ckpt, unreachable="ignore")[1] == 1
 
 
 def test_a_restore_that_names_a_deleted_step_is_told_so(place: Place) -> None:
@@ -847,7 +796,7 @@ def test_an_older_step_never_leaves_what_a_damaged_newer_one_wrote(place: Place)
     with place.open() as ckpt:
         ckpt.save(1, {"base": base}, block=True)
         ckpt.save(2, {"base": base + 1, "later": later}, block=True)
-    flip(folder_of(place, 2) / SHARD, -3)
+    flip(folder_of(place, 2) / IMAGE, -3)
     state = {"base": torch.zeros(1 << 17), "later": torch.full((1 << 17,), -1.0)}
     with place.open() as ckpt:
         with pytest.raises(RestoreError, match="later"):
@@ -868,7 +817,7 @@ def test_optimizer_state_that_a_damaged_newer_step_added_goes_again(place: Place
         ckpt.save(1, {"model": model, "optimizer": fresh}, block=True)
         train_a_step(model, fresh)
         ckpt.save(2, {"model": model, "optimizer": fresh}, block=True)
-    flip(folder_of(place, 2) / SHARD, -3)
+    flip(folder_of(place, 2) / IMAGE, -3)
     live = training_state(1)["model"]
     optimizer = torch.optim.AdamW(live.parameters())
     with place.open() as ckpt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,16 +11,16 @@ import torch
 
 import tierfall
 from tests.contract.kit import (
+    IMAGE,
     Place,
-    Program,
     blank,
-    files_below,
-    flip_a_bit,
+    flip,
+    save_steps,
     state_of,
     step_in,
     wait_until,
 )
-from tierfall.errors import ConfigError, StepError, TierfallError
+from tierfall.errors import StepError, TierfallError
 
 SOON_S = 10.0
 Save = dict[str, Any]
@@ -58,28 +58,28 @@ def settle(place: Place, *wanted: int, tier: str = "disk") -> None:
 # The rules -------------------------------------------------------------------------------------------
 
 
-def test_without_a_rule_everything_stays(place: Place) -> None:
-    assert kept(place, {}, *steps(*range(1, 13))) == list(range(1, 13))
-
-
-def test_last_keeps_the_newest(place: Place) -> None:
-    assert kept(place, {"last": 3}, *steps(*range(1, 8))) == [5, 6, 7]
-
-
-def test_the_newest_is_the_largest_number_whatever_its_name_sorts_as(place: Place) -> None:
-    numbers = (9, 10, 99_999_999, 100_000_000, 10**17)
-    assert kept(place, {"last": 2}, *steps(*numbers)) == [100_000_000, 10**17]
-    assert place.cli("latest").out == f"{10**17}@1\n"
-
-
-def test_every_of_steps_keeps_the_first_at_or_after_each_multiple(place: Place) -> None:
-    """And step 0. A cadence that misses the multiples keeps one for each of them."""
-    saved = steps(0, 40, 90, 101, 130, 199, 200, 210, 330, 390, 401)
-    assert kept(place, {"every": 100, "last": 1}, *saved) == [0, 101, 200, 330, 401]
-
-
-def test_every_of_a_time_keeps_the_first_of_each_period(place: Place) -> None:
-    assert kept(place, {"every": "36500d", "last": 1}, *steps(1, 2, 3, 4)) == [1, 4]
+@pytest.mark.parametrize(
+    ("retain", "saved", "wanted"),
+    [
+        ({}, range(1, 13), [*range(1, 13)]),
+        ({"last": 3}, range(1, 8), [5, 6, 7]),
+        # the largest number is the newest, whatever its name sorts as
+        ({"last": 2}, (9, 10, 99_999_999, 100_000_000, 10**17), [100_000_000, 10**17]),
+        # the first at or after each multiple, and step 0
+        (
+            {"every": 100, "last": 1},
+            (0, 40, 90, 101, 130, 199, 200, 210, 330, 390, 401),
+            [0, 101, 200, 330, 401],
+        ),
+        ({"every": "36500d", "last": 1}, (1, 2, 3, 4), [1, 4]),
+    ],
+    ids=["no rule", "last", "large numbers", "every of steps", "every of a time"],
+)
+def test_last_and_every_keep_by_number_and_time(
+    place: Place, retain: dict[str, Any], saved: Sequence[int], wanted: list[int]
+) -> None:
+    assert kept(place, retain, *steps(*saved)) == wanted
+    assert place.cli("latest").out == f"{wanted[-1]}@1\n"
 
 
 @pytest.mark.parametrize(
@@ -101,21 +101,19 @@ def test_best_keeps_the_best_by_a_metric(
     assert kept(place, {"last": 1, "best": rule}, *losses(*values)) == wanted
 
 
-def test_tags_keep_what_has_one_of_them(place: Place) -> None:
+@pytest.mark.parametrize(("tags", "wanted"), [(["a", "c"], [1, 2, 5]), (True, [1, 2, 4, 5])])
+def test_tags_keep_what_has_one_of_them_and_true_what_has_any(
+    place: Place, tags: object, wanted: list[int]
+) -> None:
     saved: list[Save] = [{"tags": ["a"]}, {"tags": ["b", "c"]}, {}, {"tags": ["d"]}, {}]
-    assert kept(place, {"last": 1, "tags": ["a", "c"]}, *saved) == [1, 2, 5]
-
-
-def test_any_tag_may_be_named_by_true(place: Place) -> None:
-    assert kept(place, {"last": 1, "tags": True}, {"tags": ["x"]}, {}, {}) == [1, 3]
+    assert kept(place, {"last": 1, "tags": tags}, *saved) == wanted
 
 
 def test_for_deletes_what_is_older_and_never_the_last_two(place: Place) -> None:
     """A trainer does so by itself, though nothing is saved any more."""
     place.config(disk={"retain": {"for": "1s"}})
     with place.open() as ckpt:
-        for step in (1, 2, 3, 4):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2, 3, 4)
         assert [c.step for c in ckpt.checkpoints()] == [1, 2, 3, 4]
         settle(place, 3, 4)
 
@@ -156,8 +154,7 @@ def test_a_metric_of_best_that_no_step_has_is_reported_once_with_the_nearest(
 def test_each_tier_has_its_own_rules(place: Place) -> None:
     place.config(a={"retain": {"last": 1}}, b={"retain": {"last": 3}, "flush": {"every": 2}}, c={})
     with place.open() as ckpt:
-        for step in range(1, 9):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, *range(1, 9))
         ckpt.drain()
     settle(place, 8, tier="a")
     settle(place, 4, 6, 8, tier="b")
@@ -202,6 +199,9 @@ def test_a_tag_is_added_and_removed_later_also_one_of_the_save(place: Place) -> 
         found = {c.step: set(c.tags) for c in ckpt.checkpoints()}
         assert found == {1: {"best"}, 2: {"released"}, 3: set()}
     place.cli("untag", "best", "1")
+    place.cli("tag", "old", "1")
+    assert place.json("show", "1")["tags"] == ["old"], "a tag of the save comes back"
+    place.cli("untag", "old", "1")
     place.cli("tag", "seen", "3")
     place.cli("prune")
     with place.open() as ckpt:
@@ -210,24 +210,11 @@ def test_a_tag_is_added_and_removed_later_also_one_of_the_save(place: Place) -> 
         settle(place, 2, 3, 4)
 
 
-def test_a_pin_from_outside_is_seen_before_anything_is_deleted(place: Place) -> None:
-    place.config(disk={"retain": {"last": 2}})
-    with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-        place.cli("pin", "1")
-        for step in (3, 4):
-            ckpt.save(step, state_of(step), block=True)
-        settle(place, 1, 3, 4)
-
-
 def test_pins_of_several_processes_at_once_are_all_kept(place: Place) -> None:
     place.config(disk={"retain": {"last": 4}})
     with place.open() as ckpt:
-        for step in range(1, 5):
-            ckpt.save(step, state_of(step), block=True)
-        words = ("--config", str(place.yaml))
-        commands = [Program(None, ("pin", str(step), *words), place.root, {}) for step in (1, 2)]
+        save_steps(ckpt, *range(1, 5))
+        commands = [place.begin("pin", str(step)) for step in (1, 2)]
         ckpt.pin(3)
         for command in commands:
             answer = command.end()
@@ -237,8 +224,7 @@ def test_pins_of_several_processes_at_once_are_all_kept(place: Place) -> None:
     assert pinned == [1, 2, 3, 4]
     with place.open() as ckpt:
         ckpt.restore(blank())
-        for step in range(5, 10):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, *range(5, 10))
     assert place.steps() == [1, 2, 3, 4, 6, 7, 8, 9]
 
 
@@ -247,8 +233,7 @@ def test_a_pinned_step_is_not_deleted_by_hand_and_the_last_one_only_if_asked_twi
 ) -> None:
     place.config()
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2)
         ckpt.pin(1)
         with pytest.raises(StepError, match="pinned"):
             ckpt.delete(1)
@@ -281,8 +266,7 @@ def test_the_newest_that_survives_each_loss_stays_whatever_the_rules_say(place: 
         pfs={"shared": True, "flush": {"every": 2}, "retain": {"tags": ["never"]}},
     )
     with place.open() as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2, 3)
         ckpt.drain()
         settle(place, 3)
         settle(place, 2, tier="pfs")
@@ -319,8 +303,7 @@ def test_files_of_others_are_never_touched(place: Place) -> None:
         path.write_text(text)
     with place.open() as ckpt:
         ckpt.restore(blank())
-        for step in (2, 3):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 2, 3)
         settle(place, 3)
         ckpt.delete(3, even_the_last=True)
     place.cli("rm", "--all", "--run", "run", input="run\n")
@@ -331,27 +314,23 @@ def test_a_damaged_newest_is_no_reason_to_delete_an_older_one(place: Place) -> N
     """Of an earlier start: it is read before anything is deleted because of it."""
     place.config(disk={"retain": {"last": 2}}, pfs={"flush": {"every": 100}})
     place.save(1, 2)
-    flip_a_bit(place.folders()[1] / "rank-00000-of-00001.safetensors")
+    flip(place.folders()[1] / IMAGE)
     place.config(disk={"retain": {"last": 1}})
     with place.open() as ckpt:
         report = ckpt.restore(blank(), step=1)
         assert report is not None
         ckpt.drain()
     assert [f.name[:13] for f in place.folders()] == ["step-00000001", "step-00000002"]
-    state = blank()
-    with place.open() as ckpt:
-        report = ckpt.restore(state)
-    assert report is not None
-    assert (step_in(state), report.fallbacks[0].id is not None) == (1, True)
+    report = place.restored()
+    assert (report.step, report.fallbacks[0].id is not None) == (1, True)
 
 
 def test_a_purge_of_the_newest_is_found_before_older_ones_go(place: Place) -> None:
     """A person, or a cleaner of a scratch file system, removed an image in mid-run."""
     place.config(host={"capacity": "200KiB"}, disk={"retain": {"last": 2}})
     with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-        (place.folders()[1] / "rank-00000-of-00001.safetensors").unlink()
+        save_steps(ckpt, 1, 2)
+        (place.folders()[1] / IMAGE).unlink()
         ckpt.save(3, state_of(3), block=True)
         ckpt.drain()
         wait_until(
@@ -361,93 +340,4 @@ def test_a_purge_of_the_newest_is_found_before_older_ones_go(place: Place) -> No
         assert step_in(tierfall.load(place.folders()[0])) == 1
 
 
-def test_what_was_left_behind_goes_whatever_the_rules_say_unless_it_is_pinned(
-    place: Place,
-) -> None:
-    """After a restore of an older step and a save, the later steps of the old lineage are abandoned."""
-    place.config()
-    place.save(1, 2, 3, 4)
-    with place.open() as ckpt:
-        ckpt.pin(3)
-        assert ckpt.restore(blank(), step=1) is not None
-        assert [c.step for c in ckpt.checkpoints() if c.abandoned] == []
-        ckpt.save(2, state_of(2), block=True)
-        wait_until(lambda: len(ckpt.checkpoints()) == 3, "they go")
-        found = [(c.step, c.attempt, c.abandoned) for c in ckpt.checkpoints()]
-        assert found == [(1, 1, False), (2, 2, False), (3, 1, True)]
-    state = blank()
-    with place.open() as ckpt:
-        report = ckpt.restore(state)
-        assert report is not None
-        assert (report.step, report.attempt, step_in(state)) == (2, 2, 2)
-        with pytest.raises(TierfallError, match="3"):
-            ckpt.restore(blank(), step=3)
-        assert ckpt.restore(state, step=3, attempt=1) is not None
-        assert step_in(state) == 3
-
-
 # Prune -----------------------------------------------------------------------------------------------
-
-
-def test_a_dry_run_prints_what_a_real_one_does(place: Place) -> None:
-    place.config()
-    place.save(1, 2, 3)
-    place.config(disk={"retain": {"last": 1}})
-    before = files_below(place.root / "disk")
-    planned = place.json("prune", "--dry-run")
-    assert files_below(place.root / "disk") == before
-    done = place.json("prune")
-    keys = ("step", "attempt", "tier", "verdict", "reason")
-    assert [[d[k] for k in keys] for d in planned["decisions"]] == [
-        [d[k] for k in keys] for d in done["decisions"]
-    ]
-    assert [(d["step"], d["verdict"]) for d in done["decisions"]] == [
-        (1, "drop"),
-        (2, "drop"),
-        (3, "keep"),
-    ]
-    assert all(d["reason"] for d in done["decisions"])
-    assert place.steps() == [3]
-
-
-def test_a_checkpointer_prunes_with_the_same_reasons(place: Place) -> None:
-    place.config(disk={"retain": {"last": 1}})
-    with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-            ckpt.pin(step)
-        verdicts = [(d.checkpoint.step, d.verdict, d.tier) for d in ckpt.prune(dry_run=True)]
-        assert verdicts == [(1, "keep", "disk"), (2, "keep", "disk")]
-        assert "pinned" in next(iter(ckpt.prune())).reason
-
-
-def test_a_deletion_is_never_half_done_for_a_reader(place: Place) -> None:
-    """A step that goes is deleted record first: no folder has a record and lacks what it names."""
-    place.config(disk={"retain": {"last": 1}})
-    with place.open() as ckpt:
-        for step in range(1, 12):
-            ckpt.save(step, state_of(step), block=True)
-            for folder in place.folders():
-                if (folder / "commit.json").exists() and not (
-                    folder / "rank-00000-of-00001.safetensors"
-                ).exists():
-                    assert not (folder / "commit.json").exists()
-    assert place.steps() == [11]
-
-
-def test_deleting_reaches_every_tier_and_memory(place: Place) -> None:
-    place.config(host={"on_close": "keep"}, disk={}, pfs={})
-    with place.open() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-        ckpt.delete(2)
-        assert [c.step for c in ckpt.checkpoints()] == [1]
-    assert place.ls().keys() == {"1@1"}
-    assert place.steps("disk") == place.steps("pfs") == [1]
-
-
-def test_a_rule_that_is_none_is_refused_with_the_nearest(place: Place) -> None:
-    place.config(disk={"retain": {"lst": 3}})
-    with pytest.raises(ConfigError, match=r'retain\.lst: .*"last"'):
-        place.open()
-    shutil.rmtree(place.root / "disk", ignore_errors=True)

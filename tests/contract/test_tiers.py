@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -19,25 +18,23 @@ from tests.contract.kit import (
     blank,
     equal,
     files_below,
+    restored,
+    save_steps,
     state_of,
     step_in,
     training_state,
     wait_until,
 )
-from tierfall.errors import CapacityError, ConfigError, RestoreError
+from tierfall.errors import CapacityError, ConfigError
 
 SOON_S = 20.0
 SLOW = {"bandwidth": "10kB/s"}
 """A tier that gets nothing within a test."""
 
 
-def restored(place: Place, *, elements: int | None = None, **how: Any) -> tuple[int, set[str]]:
+def restored_from(place: Place, **how: Any) -> tuple[int, set[str]]:
     """Restore in a start of its own: the step that the state then has, and the tiers that were read."""
-    state = blank() if elements is None else blank(elements=elements)
-    with place.open() as ckpt:
-        report = ckpt.restore(state, **how)
-    assert report is not None
-    assert report.step == step_in(state)
+    report = place.restored(**how)
     return report.step, {source.tier for source in report.sources}
 
 
@@ -51,19 +48,11 @@ def memory_of(place: Place) -> list[Path]:
 def test_memory_outlives_a_killed_process_and_is_restored_from(place: Place) -> None:
     """The next start restores the step that no tier has, and brings it to the tier that is owed it."""
     place.config(disk=SLOW)
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.save(1, state_of(1)).captured()
-        print("sealed")
-        time.sleep(60)
-        """
-    )
-    assert program.line() == "sealed"
+    program = place.start_with_a_step_in_memory()
     program.kill()
     assert place.ls() == {"1@1": {"host": "sealed"}}
     place.config(disk={})
-    assert restored(place) == (1, {"host"})
+    assert restored_from(place) == (1, {"host"})
     assert place.steps() == [1]
 
 
@@ -72,14 +61,14 @@ def test_a_clean_close_frees_memory_and_on_close_keep_keeps_it(place: Place) -> 
     place.save(1)
     assert "host" not in place.ls()["1@1"]
     assert memory_of(place) == []
-    assert restored(place) == (1, {"disk"})
+    assert restored_from(place) == (1, {"disk"})
     place.config(host={"on_close": "keep"})
     with place.open() as ckpt:
         ckpt.restore(blank())
         ckpt.save(2, state_of(2), block=True)
     (copies,) = (copies for id, copies in place.ls().items() if id.startswith("2@"))
     assert copies == {"host": "sealed", "disk": "committed"}
-    assert restored(place) == (2, {"host"})
+    assert restored_from(place) == (2, {"host"})
 
 
 def test_memory_is_in_the_folder_that_is_named_and_no_larger_than_its_capacity(
@@ -129,36 +118,13 @@ def test_every_tier_of_a_chain_restores_alone(place: Place) -> None:
         assert equal(dict(alone["model"]), dict(state["model"].state_dict()))
 
 
-def test_a_restore_reads_the_fastest_tier_that_has_the_step(place: Place) -> None:
-    place.config(fast={}, slow={})
-    place.save(1, 2)
-    assert restored(place) == (2, {"fast"})
-    shutil.rmtree(place.folders("fast")[1])
-    assert restored(place, unreachable="ignore") == (2, {"slow"})
-
-
-def test_what_each_failure_would_cost_follows_from_kind_and_shared(place: Place) -> None:
-    """A folder survives the process; a shared one the node. No tier here survives the site."""
-    place.config(disk={}, pfs={"shared": True, "flush": {"every": 2}})
-    with place.open() as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
-        ckpt.drain()
-        assert ckpt.statistics().newest == {"process": 3, "node": 2, "site": None}
-    answer = place.cli("ls")
-    assert "process dies: 3@1 is left, on disk" in answer.out
-    assert "machine dies: 2@1 is left, on pfs" in answer.out
-    assert "site is lost: nothing is left" in answer.out
-
-
 def test_several_runs_share_tiers_and_leave_each_other_alone(place: Place) -> None:
     place.config(disk={"retain": {"last": 1}})
     place.save(1)
     before = files_below(place.root / "disk" / "run")
     with place.open(run="other") as ckpt:
         assert ckpt.restore(blank()) is None
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
+        save_steps(ckpt, 1, 2, 3)
     assert files_below(place.root / "disk" / "run") == before
     assert {r["run"] for r in place.json("runs")["runs"]} == {"run", "other"}
 
@@ -223,7 +189,7 @@ def test_bandwidth_limits_what_is_written_and_read_bandwidth_what_is_read(place:
     assert time.monotonic() - began > 0.1
     place.config(disk={"bandwidth": "50%"})
     place.run("tierfall.open('tiers.yaml').restore(blank())")
-    assert restored(place) == (2, {"disk"})
+    assert restored_from(place) == (2, {"disk"})
 
 
 # Compression -----------------------------------------------------------------------------------------
@@ -269,11 +235,8 @@ def test_a_read_only_tier_is_restored_from_and_never_changed(place: Place) -> No
     before = files_below(place.root / "old")
     place.config(disk={"retain": {"last": 1}}, old={"read_only": True})
     with place.open() as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-        assert report is not None
-        assert step_in(state) == 2
-        assert ckpt.restore(state, tier="old") is not None
+        for tier in (None, "old"):
+            assert restored(ckpt, tier=tier).step == 2
         for step in (3, 4):
             assert ckpt.save(step, state_of(step), block=True).tiers == ("disk",)
         ckpt.drain()
@@ -360,7 +323,7 @@ def test_no_two_tiers_share_a_folder_by_whatever_names(place: Place) -> None:
 def test_a_folder_may_have_any_name(place: Place, name: str) -> None:
     place.config(disk={"path": str(place.root / name)})
     place.save(1)
-    assert restored(place) == (1, {"disk"})
+    assert restored_from(place) == (1, {"disk"})
     assert place.json("verify", "1")["ok"]
 
 
@@ -375,7 +338,7 @@ def test_a_tiers_folder_may_be_a_link_and_moves_with_the_file(
     monkeypatch.chdir("/")
     place.save(1)
     assert (place.root / "project/far/run/latest").exists()
-    assert restored(place) == (1, {"disk"})
+    assert restored_from(place) == (1, {"disk"})
 
 
 # Places by an address --------------------------------------------------------------------------------
@@ -387,7 +350,7 @@ def test_a_file_address_is_a_tier_like_a_folder(place: Place) -> None:
     place.save(1, 2, 3)
     assert place.steps("store") == [2, 3]
     place.config(disk={"path": str(place.root / "store")})
-    assert restored(place) == (3, {"disk"})
+    assert restored_from(place) == (3, {"disk"})
 
 
 def test_a_tier_of_an_fsspec_protocol_keeps_retains_and_restores(place: Place) -> None:
@@ -399,10 +362,7 @@ def test_a_tier_of_an_fsspec_protocol_keeps_retains_and_restores(place: Place) -
     place.save(1, 2, 3)
     with place.open() as ckpt:
         for tier in ("store", "other"):
-            state = blank()
-            report = ckpt.restore(state, tier=tier)
-            assert report is not None
-            assert step_in(state) == 3
+            assert restored(ckpt, tier=tier).step == 3
         assert [sorted(c.copies) for c in ckpt.checkpoints()] == [
             ["other"],
             ["other", "store"],
@@ -439,14 +399,3 @@ def test_an_address_that_is_none_is_refused_with_what_to_write(place: Place) -> 
             place.open()
         assert "store" in str(raised.value) or "tiers[1]" in str(raised.value)
         assert "secret@" not in str(raised.value)
-
-
-def test_a_step_that_a_tier_does_not_have_is_not_read_from_another(place: Place) -> None:
-    place.config(a={}, b={"flush": {"every": 2}})
-    place.save(1, 2, 3)
-    with place.open() as ckpt:
-        with pytest.raises(RestoreError, match=r"(?s)3.*b|b.*3"):
-            ckpt.restore(blank(), step=3, tier="b")
-        report = ckpt.restore(blank(), tier="b")
-        assert report is not None
-        assert report.step == 2

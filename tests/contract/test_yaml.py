@@ -4,31 +4,18 @@ was expected and the nearest word."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 import tierfall
-from tests.contract.kit import (
-    ROOT,
-    Place,
-    blank,
-    equal,
-    state_of,
-    step_in,
-    train_a_step,
-    training_state,
-    wait_until,
-)
+from tests.contract.kit import ROOT, Place, blank, state_of, wait_until
 from tierfall.errors import ConfigError
 
 SOON_S = 20.0
@@ -54,6 +41,10 @@ def host_of(**members: Any) -> dict[str, Any]:
 
 def store_of(**members: Any) -> dict[str, Any]:
     return {"run": "x", "tiers": [HOST, {**STORE, **members}]}
+
+
+def peers_of(**members: Any) -> dict[str, Any]:
+    return {"run": "x", "tiers": [HOST, {**PEERS, **members}, DISK]}
 
 
 def problems(source: Any) -> list[str]:
@@ -146,14 +137,6 @@ def test_the_document_has_every_key_of_the_schema_and_no_other() -> None:
     for part in schema["$defs"].values():
         keys |= set(part.get("properties", ()))
     assert {key for _, key, _ in documented()} == keys
-
-
-def test_the_schema_command_prints_the_schema_of_the_model(place: Place) -> None:
-    from tests.contract.kit import tierfall_command
-
-    answer = tierfall_command("schema", cwd=place.root)
-    assert answer.code == 0
-    assert answer.document["properties"] == tierfall.Config.model_json_schema()["properties"]
 
 
 def test_nulls_stand_for_defaults_and_a_model_is_accepted_as_it_is(place: Place) -> None:
@@ -255,6 +238,19 @@ def test_no_message_shows_what_a_variable_holds(
 # Wrong values ----------------------------------------------------------------------------------------
 
 
+OF_PEERS = {
+    "retain": {"last": 2},
+    "evict": {"order": "oldest"},
+    "compress": {"codec": "zstd"},
+    "capacity": "4GiB",
+    "read_bandwidth": "1GB/s",
+    "when_full": "skip",
+    "shared": False,
+    "read_only": True,
+}
+"""Keys that peer memory had once, or that other tiers have."""
+GONE = "remove it|leave|write it there"
+
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tiers": "./c"}, "run", "missing"),
     ({"run": "x"}, "tiers", "missing"),
@@ -307,6 +303,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (run_of(verify_bandwidth="64MiB"), "verify_bandwidth", "MiB/s"),
     (run_of(events="s3://b/c"), "events.path", "expected a file"),
     (run_of(events={"path": "./e", "max": "1KiB"}), "events.max", "64 ?KiB"),
+    (run_of(events={"path": "./e-{host}"}), "events.path", r"\{host\}"),
+    (run_of(events={"max": "1MiB"}), "events.path", "missing"),
+    (run_of(events={"path": "./e", "maximum": 1}), "events.maximum", "max"),
     (run_of(metrics={"prometheus": 99999}), "metrics.prometheus", "65535|port"),
     (run_of(metrics={}), "metrics.prometheus", "missing"),
     (run_of(plugins=["no_such_module_of_ours"]), "plugins[0]", "no_such_module_of_ours"),
@@ -353,7 +352,33 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"run": "x", "tiers": [HOST, DEVICE]}, "tiers[1].kind", "earlier"),
     ({"run": "x", "tiers": [HOST, {**HOST, "name": "b"}]}, "tiers[1].kind", "second host tier"),
     ({"run": "x", "tiers": [HOST, {**PEERS, "copies": 0}]}, "tiers[1].copies", "1 or more"),
+    (run_of(tiers=["./c", "s3://b"]), "tiers[1]", "kind: object"),
+    (run_of(tiers=None), "tiers", "empty value"),
+    (run_of(tiers={"host": {}, "disk": "./c"}), "tiers", "expected a list"),
+    (run_of(tiers=[{"kind": "host"}, {"kind": "file", "path": "c"}]), "tiers[1].name", "missing"),
+    (run_of(interval="10m"), "interval", r"\{every: 10m\}"),
+    (run_of(interval={"every": "1e3"}), "interval.every", "whole number"),
+    (run_of(interval={"steps": 100}), "interval.steps", "one of every, overhead"),
+    (run_of(interval={"overhead": 5}), "interval.overhead", "not a share"),
+    (run_of(capture="lazy"), "capture", r"\{mode: lazy\}"),
+    (run_of(capture={"mode": "async"}), "capture.mode", "lazy, blocking"),
+    (run_of(drain="30s"), "drain", r"\{deadline: 30s\}"),
+    (run_of(chunk="5MB"), "chunk", "multiple of 4KiB"),
+    (run_of(chunk=16), "chunk", "multiple of 4KiB"),
+    (run_of(events=True), "events", r"\{path: \./events\.jsonl\}"),
+    (host_of(size="3GB"), "tiers[0].size", "one of name, kind, capacity"),
+    (disk_of(bandwidth="1Gb/s"), "tiers[1].bandwidth", "0.125GB/s"),
+    (disk_of(capacity=16), "tiers[1].capacity", "less than 1KiB"),
+    (disk_of(when_full="drop"), "tiers[1].when_full", "wait, skip"),
+    (disk_of(flush="always"), "tiers[1].flush", r"\{every: 1\}"),
+    (disk_of(flush={"each": 10}), "tiers[1].flush.each", "one of every, order"),
+    (disk_of(flush={"order": "lifo"}), "tiers[1].flush.order", "in_order, newest_first"),
+    (disk_of(retain={"keep": 3}), "tiers[1].retain.keep", "one of last, every"),
+    (disk_of(evict="oldest"), "tiers[1].evict", r"\{order: oldest\}"),
+    (disk_of(compress={"codec": "lz4"}), "tiers[1].compress.codec", "none, zstd, planes"),
+    (store_of(path="s3://b"), "tiers[1].path", "write an address as url"),
     # at the wrong level, or by the name of another program
+    (run_of(verify="full"), "verify", "under capture"),
     (run_of(retain={"last": 3}), "retain", "key of a tier"),
     (run_of(every=10), "every", "under interval"),
     (run_of(deadline="5s"), "deadline", "under drain"),
@@ -364,9 +389,24 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (disk_of(url="s3://b"), "tiers[1].url", "kind: object"),
     (store_of(endpoint="http://x"), "tiers[1].endpoint", "endpoint_url"),
     (run_of(zebra=1), "zebra", "expected one of run, plugins, interval"),
+    # what there was once: it is answered by what is there instead
+    (run_of(capture={"mode": "auto"}), "capture.mode", "one of lazy, blocking; leave mode out"),
+    (peers_of(parity={"group": 4}), "tiers[1].parity", "write copies: N"),
+    *((peers_of(**{key: value}), f"tiers[1].{key}", GONE) for key, value in OF_PEERS.items()),
+    (peers_of(flush={"yield": False}), "tiers[1].flush", "flush.every only"),
+    ({"run": "x", "tiers": [HOST, PEERS]}, "tiers[1].kind", "no tier of kind file or object"),
+    (store_of(url="gs://bucket", driver="obstore"), "tiers[1].driver", "remove driver"),
+    (run_of(tiers="tiers://run/step-1"), "tiers", "not saved or loaded by a path; .*TierWriter"),
 ]
 
 MISSPELT: list[tuple[dict[str, Any], str, str]] = [
+    (run_of(on_error="Raise"), "on_error", "raise"),
+    (run_of(drain={"on_signal": ["TERM"]}), "drain.on_signal[0]", "SIGTERM"),
+    (host_of(kind="memory"), "tiers[0].kind", "host"),
+    (disk_of(bandwidth_read="1GB/s"), "tiers[1].bandwidth_read", "bandwidth"),
+    (disk_of(max_wait="90 seconds"), "tiers[1].max_wait", "s"),
+    (disk_of(capacity="16G"), "tiers[1].capacity", "GiB"),
+    (disk_of(compression="zstd"), "tiers[1].compression", "compress"),
     (run_of(Run="x"), "Run", "run"),
     ({"run": "x", "tier": "./c"}, "tier", "tiers"),
     (run_of(interval={"evry": 1}), "interval.evry", "every"),
@@ -415,9 +455,8 @@ def faults_of(
 def test_a_wrong_value_is_named_by_line_and_key_with_what_was_expected(
     wrong: Callable[[str], list[str]], part: int
 ) -> None:
-    rows = WRONG[part::4]
-    found = {row[1]: faults_of(wrong, *row) for row in rows}
-    assert not any(found.values()), "\n".join(filter(None, found.values()))
+    found = [faults_of(wrong, *row) for row in WRONG[part::4]]
+    assert not any(found), "\n".join(filter(None, found))
 
 
 def test_a_misspelt_word_is_answered_by_the_nearest_one(
@@ -430,83 +469,9 @@ def test_a_misspelt_word_is_answered_by_the_nearest_one(
     assert not any(found.values()), "\n".join(filter(None, found.values()))
 
 
-def test_what_went_is_answered_by_what_is_there_instead(
-    wrong: Callable[[str], list[str]],
-) -> None:
-    gone: list[tuple[dict[str, Any], str, str]] = [
-        (
-            run_of(capture={"mode": "auto"}),
-            "capture.mode",
-            "expected one of lazy, blocking; leave mode out",
-        ),
-        (
-            {"run": "x", "tiers": [HOST, {**PEERS, "parity": {"group": 4}}, DISK]},
-            "tiers[1].parity",
-            "write copies: N",
-        ),
-        *(
-            (
-                {"run": "x", "tiers": [HOST, {**PEERS, key: value}, DISK]},
-                f"tiers[1].{key}",
-                "remove it|leave|write it there",
-            )
-            for key, value in (
-                ("retain", {"last": 2}),
-                ("evict", {"order": "oldest"}),
-                ("compress", {"codec": "zstd"}),
-                ("capacity", "4GiB"),
-                ("read_bandwidth", "1GB/s"),
-                ("when_full", "skip"),
-                ("shared", False),
-                ("read_only", True),
-            )
-        ),
-        (
-            {"run": "x", "tiers": [HOST, {**PEERS, "flush": {"yield": False}}, DISK]},
-            "tiers[1].flush",
-            "flush.every only",
-        ),
-        (
-            {"run": "x", "tiers": [HOST, PEERS]},
-            "tiers[1].kind",
-            "no tier of kind file or object",
-        ),
-        (
-            store_of(url="gs://bucket", driver="obstore"),
-            "tiers[1].driver",
-            "remove driver",
-        ),
-        (
-            run_of(tiers="tiers://run/step-1"),
-            "tiers",
-            "not saved or loaded by a path; .*TierWriter",
-        ),
-    ]
-    found = {row[1]: faults_of(wrong, *row) for row in gone}
-    assert not any(found.values()), "\n".join(filter(None, found.values()))
+def test_a_path_is_no_longer_an_address_of_tiers() -> None:
     with pytest.raises(ConfigError, match=r"not saved or loaded by a path; .*TierReader"):
         tierfall.load("tiers://run/step-00000003")
-
-
-REMEDIES = re.compile(
-    "expected|did you mean|belongs|it is a key|remove|put it in quotes|set it|write|add |indented|keep|must be|missing"
-)
-
-
-def test_what_people_mistake_is_named_by_file_and_line_with_a_remedy(
-    wrong: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files that people wrote, in ``mistakes.txt``."""
-    monkeypatch.delenv("NOPE", raising=False)
-    texts = Path(__file__).with_name("mistakes.txt").read_text().removesuffix("\n").split("\n%%\n")
-    assert len(texts) > 90
-    bad = {}
-    for text in texts:
-        found = wrong(text)
-        good = [re.match(r"tiers\.yaml:(\d+:)* ?", x) and REMEDIES.search(x) for x in found]
-        if not found or not all(good):
-            bad[text] = found
-    assert not bad, "\n".join(map(str, bad.items()))
 
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(
@@ -564,69 +529,17 @@ def test_a_dict_has_places_and_no_lines() -> None:
         tierfall.open(disk_of(flush={"every": 0}))
 
 
-def test_commands_print_the_same_problems_and_exit_with_2(place: Place) -> None:
-    place.write(run_of(intervall={}, chunk=1))
-    answer = place.cli("check", code=2)
-    assert re.search(r"tiers\.yaml:1: intervall: .*\"interval\"", answer.err)
-    assert "chunk" in answer.err
-    assert answer.out == ""
-    found = place.cli("ls", "--json", code=2).document
-    assert not found["ok"]
-    assert any("intervall" in problem for problem in found["problems"])
-
-
 # What keys do: the first level -----------------------------------------------------------------------
 
 
-def trained(ckpt: tierfall.Checkpointer, steps: range, pause_s: float = 0.0) -> list[int]:
-    """Which of these steps ``maybe_save`` saved."""
-    found = []
-    for step in steps:
-        handle = ckpt.maybe_save(step, state_of(step))
-        if handle is not None:
-            handle.wait(timeout=SOON_S)
-            found.append(step)
-        time.sleep(pause_s)
-    return found
-
-
-def test_interval_every_is_a_number_of_steps_or_a_time(place: Place) -> None:
-    place.config(interval={"every": 4})
+def test_interval_every_may_be_a_time(place: Place) -> None:
+    place.config(interval={"every": "200ms"})
+    began, saved = time.monotonic(), 0
     with place.open() as ckpt:
-        assert trained(ckpt, range(1, 11)) == [4, 8]
-    place.config(interval={"every": "200ms"}, run="time")
-    began = time.monotonic()
-    with place.open() as ckpt:
-        found = trained(ckpt, range(1, 51), pause_s=0.01)
-    assert 1 <= len(found) <= (time.monotonic() - began) / 0.2
-
-
-def test_at_end_saves_the_last_step_unless_it_is_false_or_the_loop_raised(place: Place) -> None:
-    for run, at_end, wanted in (("a", True, 3), ("b", False, None), ("c", True, None)):
-        place.config(interval={"every": 100, "at_end": at_end}, run=run)
-        try:
-            with place.open() as ckpt:
-                trained(ckpt, range(1, 4))
-                if run == "c":
-                    raise ArithmeticError
-        except ArithmeticError:
-            pass
-        found = [c["step"] for c in place.json("ls")["checkpoints"]]
-        assert found == ([] if wanted is None else [wanted])
-
-
-def test_on_signal_saves_at_the_next_step_and_runs_the_programs_handler(place: Place) -> None:
-    place.config(interval={"every": 1000, "at_end": False, "on_signal": ["SIGUSR1"]})
-    calls = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
-    try:
-        with place.open() as ckpt:
-            assert trained(ckpt, range(1, 3)) == []
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert trained(ckpt, range(3, 6)) == [3]
-        assert calls == [1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+        for step in range(1, 51):
+            saved += ckpt.maybe_save(step, state_of(step)) is not None
+            time.sleep(0.01)
+    assert 1 <= saved <= (time.monotonic() - began) / 0.2
 
 
 @pytest.mark.parametrize(
@@ -642,40 +555,10 @@ def test_a_measured_interval_follows_from_the_cost_of_a_save(
         assert ckpt.statistics().cadence.bound == "measuring"
         found = [step for step in range(1, 200) if ckpt.maybe_save(step, state_of(step))]
         cadence = ckpt.statistics().cadence
-        assert found
-        assert found[0] > 10, "the first steps are measured without a save"
+        assert found[0] == 13, "after two steps that compile and allocate, and ten that are counted"
+        assert cadence.step_s > 0
         assert cadence.bound in (bound, "durable", "measuring")
         assert cadence.reason
-
-
-def test_capture_mode_blocking_copies_before_save_returns(place: Place) -> None:
-    for mode, lazy in (("lazy", True), ("blocking", False)):
-        place.config(host={"capacity": "16MiB"}, capture={"mode": mode}, run=mode)
-        state = training_state()
-        with place.open() as ckpt:
-            ckpt.save(1, state, block=True)
-            train_a_step(state["model"], state["optimizer"])
-            handle = ckpt.save(2, state)
-            if not lazy:
-                with torch.no_grad():
-                    state["model"][0].weight.fill_(0)
-            handle.wait(timeout=SOON_S)
-            assert handle.stats.lazy is lazy
-    assert not (tierfall.load(place.yaml)["model"]["0.weight"] == 0).all()
-
-
-@pytest.mark.parametrize("verify", ["sample", "full", "off", True, False])
-def test_capture_verify_takes_each_of_its_words(place: Place, verify: object) -> None:
-    """``full`` finds a change of one element by code that torch does not count."""
-    place.config(host={"capacity": "16MiB"}, capture={"verify": verify, "threads": 2})
-    state = training_state()
-    with place.open() as ckpt:
-        ckpt.save(1, state, block=True)
-        train_a_step(state["model"], state["optimizer"])
-        handle = ckpt.save(2, state)
-        handle.wait(timeout=SOON_S)
-        assert handle.stats.lazy
-    assert equal(dict(tierfall.load(place.yaml)["model"]), dict(state["model"].state_dict()))
 
 
 def test_chunk_is_the_unit_of_digests(place: Place) -> None:
@@ -687,35 +570,6 @@ def test_chunk_is_the_unit_of_digests(place: Place) -> None:
         assert manifest["chunk_bytes"] == size
         data = manifest["image_bytes"] - manifest["data_start"]
         assert len(manifest["chunks"]) == 1 + -(-data // size)
-
-
-def test_events_are_written_to_the_file_that_is_named(place: Place) -> None:
-    place.config(events="./log-{run}-{rank}.jsonl")
-    place.save(1)
-    lines = (place.root / "log-run-0.jsonl").read_text().splitlines()
-    kinds = [json.loads(line)["kind"] for line in lines]
-    assert kinds[-1] == "closed"
-    place.config(events={"path": "./small.jsonl", "max": "64KiB"}, run="small")
-    place.save(1)
-    assert (place.root / "small.jsonl").stat().st_size > 0
-
-
-def test_metrics_are_served_from_open_to_close(place: Place) -> None:
-    pytest.importorskip("prometheus_client")
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place.config(metrics={"prometheus": f"127.0.0.1:{port}"})
-    with place.open() as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            assert b"tierfall_" in answer.read()
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
-            assert answer.status == 200
-    with pytest.raises(OSError, match=r"refused|urlopen"):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
 
 
 def test_verify_bandwidth_limits_what_is_read_before_a_deletion(place: Place) -> None:
@@ -752,20 +606,9 @@ def test_plugins_are_imported_beside_the_file_for_training_and_commands(place: P
 
 def test_a_drain_is_for_the_main_thread_and_ends_the_process_by_its_signal(place: Place) -> None:
     place.config(disk={"bandwidth": "300kB/s"}, drain={"on_signal": ["SIGUSR2"], "deadline": "20s"})
-    program = place.start(
-        """
-        ckpt = tierfall.open("tiers.yaml")
-        ckpt.save(1, state_of(1)).captured()
-        print("saved")
-        time.sleep(60)
-        """
-    )
-    assert program.line() == "saved"
+    program = place.start_with_a_step_in_memory()
     program.signal(signal.SIGUSR2)
     answer = program.end()
     assert answer.code == -signal.SIGUSR2
     assert place.steps() == [1]
-    state = blank()
-    with place.open() as ckpt:
-        assert ckpt.restore(state) is not None
-    assert step_in(state) == 1
+    assert place.restored().step == 1

@@ -5,29 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tests.contract.kit import Place, Program, state_of, wait_until
-
-IMAGE = "rank-00000-of-00001.safetensors"
-MANIFEST = "rank-00000-of-00001.json"
-
-
-def flip(path: Path, offset: int) -> None:
-    """Flip one bit of a file; an offset below 0 counts from its end."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
-def files_below(root: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its relative name."""
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-
-def folder_of(place: Place, step: int, tier: str = "disk", attempt: int = 1) -> Path:
-    return place.root / tier / "run" / f"step-{step:08d}-a{attempt:04d}"
 
 
 def save(place: Place, *steps: int, elements: int = 20_000) -> None:
@@ -44,9 +24,10 @@ class Trainer:
 
     | order | it |
     |---|---|
-    | ``save N`` | saves step N, and waits until every tier has what it is owed |
+    | ``save N`` | saves step N, and waits until every tier has what it is owed; answers with an error that comes |
     | ``capture N`` | saves step N, and waits until memory has it |
     | ``pin N`` | pins it |
+    | ``loop`` | answers, and saves one step after another until it is killed |
     | ``steps``, ``pinned`` | answers with the steps that it knows |
     | ``close`` | closes the run, and ends |
     """
@@ -54,14 +35,15 @@ class Trainer:
     def __init__(self, place: Place, **environment: str) -> None:
         self.program: Program = place.start(_TRAINER, **environment)
         self.pid = self.program.pid
-        self.restored = self._read()
+        self.restored = self.read()
 
     def tell(self, order: str) -> Any:
         """Give an order, and return what came of it."""
         self.program.tell(order)
-        return self._read()
+        return self.read()
 
-    def _read(self) -> Any:
+    def read(self) -> Any:
+        """What came of the last order."""
         line = self.program.line()
         assert line, self.program.errors()
         return json.loads(line)
@@ -90,12 +72,22 @@ with tierfall.open("tiers.yaml") as ckpt:
         if word == "close":
             break
         if word == "save":
-            ckpt.save(numbers[0], state_of(numbers[0]), metrics={"loss": 0.5}, block=True)
-            ckpt.drain()
+            try:
+                ckpt.save(numbers[0], state_of(numbers[0]), metrics={"loss": 0.5}, block=True)
+                ckpt.drain()
+            except tierfall.errors.TierfallError as error:
+                answer(f"{type(error).__name__}: {error}")
+                continue
         if word == "capture":
             ckpt.save(numbers[0], state_of(numbers[0])).captured(30)
         if word == "pin":
             ckpt.pin(numbers[0])
+        if word == "loop":
+            answer("looping")
+            step = max(c.step for c in ckpt.checkpoints())
+            while True:
+                step += 1
+                ckpt.save(step, state_of(step), block=True)
         known = ckpt.checkpoints()
         answer(sorted(c.step for c in known if c.pinned or word != "pinned"))
 """

@@ -1,19 +1,10 @@
-"""The warm process that forks trainers, and the seed of their lives."""
+"""The seed of the trainers' lives."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
-from lives import Trainers
-
-
-@pytest.fixture(scope="session")
-def trainers() -> Iterator[Trainers]:
-    started = Trainers()
-    yield started
-    started.close()
 
 
 @pytest.fixture

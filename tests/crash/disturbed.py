@@ -203,19 +203,4 @@ class OneElement(Loop):
         each.data.view(-1)[(attempt * 7919) % each.numel()] = 9.0
 
 
-SCENARIOS: tuple[type[Loop], ...] = (
-    AveragesSwappedIn,
-    AdaptersMerged,
-    MomentumEncoder,
-    WrittenByNumPy,
-    Clamped,
-    WrittenInOneKernel,
-    NormsClippedInForward,
-    ScaledByForeach,
-    WeightsLoaded,
-    DataReplaced,
-    StoragesFreed,
-    MomentsWritten,
-    FewElements,
-    OneElement,
-)
+SCENARIOS: tuple[type[Loop], ...] = tuple(Loop.__subclasses__())

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.distributed import killing
 from tierfall.backends.posix.backend import PosixBackend, PosixWriter
 from tierfall.backends.posix.folders import Folders
 from tierfall.core.capture.copier import ImageCopier
@@ -119,15 +120,19 @@ def difference(found: Mapping[str, Any], start: int, step: int) -> str | None:
 # Where a trainer can be stopped ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Point:
     """A call that a trainer stops at, before or after it is made; ``fits`` looks at its arguments."""
 
     owner: Any
     method: str
-    after: bool = False
     fits: Callable[..., bool] = lambda *args, **more: True
     calls: tuple[int, int] = (1, 1)
+    after: bool = False
+
+
+before = Point
+after = functools.partial(Point, after=True)
 
 
 def _writes(tier: str, ending: str) -> Callable[..., bool]:
@@ -170,124 +175,64 @@ _IMAGE, _PACKED = ".safetensors", ".safetensors.zst"
 _MANIFEST, _COMMIT = "-00001.json", "/commit.json"
 
 CAPTURE = {
-    "capture-copy": Point(owner=ImageCopier, method="copy_next", calls=(2, 60)),
-    "capture-copied": Point(owner=ImageCopier, method="copy_next", after=True, calls=(2, 60)),
-    "capture-hash": Point(owner=ImageCopier, method="hash_ready", calls=(2, 60)),
-    "capture-room": Point(owner=HostTier, method="allocate", after=True, calls=(1, 6)),
-    "capture-unsealed": Point(owner=Region, method="seal", calls=(1, 5)),
-    "capture-sealed": Point(owner=Region, method="seal", after=True, calls=(1, 5)),
+    "capture-copy": before(ImageCopier, "copy_next", calls=(2, 60)),
+    "capture-copied": after(ImageCopier, "copy_next", calls=(2, 60)),
+    "capture-hash": before(ImageCopier, "hash_ready", calls=(2, 60)),
+    "capture-room": after(HostTier, "allocate", calls=(1, 6)),
+    "capture-unsealed": before(Region, "seal", calls=(1, 5)),
+    "capture-sealed": after(Region, "seal", calls=(1, 5)),
 }
 FLUSH = {
-    "flush-open": Point(owner=StoredTier, method="create_shard", fits=_on("nvme"), calls=(1, 5)),
-    "flush-nvme": Point(
-        owner=PosixWriter, method="write", after=True, fits=_writes("nvme", _IMAGE), calls=(2, 50)
-    ),
-    "flush-slow": Point(
-        owner=PosixWriter, method="write", after=True, fits=_writes("slow", _PACKED), calls=(2, 25)
-    ),
-    "flush-synced": Point(
-        owner=PosixWriter, method="_sync_and_close", after=True, fits=_writes("slow", _PACKED)
-    ),
-    "flush-published": Point(
-        owner=PosixWriter, method="publish", after=True, fits=_writes("nvme", _IMAGE), calls=(1, 5)
-    ),
+    "flush-open": before(StoredTier, "create_shard", _on("nvme"), calls=(1, 5)),
+    "flush-nvme": after(PosixWriter, "write", _writes("nvme", _IMAGE), calls=(2, 50)),
+    "flush-slow": after(PosixWriter, "write", _writes("slow", _PACKED), calls=(2, 25)),
+    "flush-synced": after(PosixWriter, "_sync_and_close", _writes("slow", _PACKED)),
+    "flush-published": after(PosixWriter, "publish", _writes("nvme", _IMAGE), calls=(1, 5)),
 }
 COMMIT = {
-    "commit-manifest": Point(
-        owner=StoredTier, method="write_manifest", after=True, fits=_on("nvme"), calls=(1, 5)
+    "commit-manifest": after(StoredTier, "write_manifest", _on("nvme"), calls=(1, 5)),
+    "commit-fenced": after(Fence, "check", _of_fence_on("slow"), calls=(1, 2)),
+    "commit-written": after(PosixWriter, "write", _writes("nvme", _COMMIT), calls=(1, 5)),
+    "commit-synced": after(PosixWriter, "_sync_and_close", _writes("nvme", _COMMIT), calls=(1, 5)),
+    "commit-linked": after(
+        os, "link", lambda source, target, **more: target == "commit.json", calls=(1, 5)
     ),
-    "commit-fenced": Point(
-        owner=Fence, method="check", after=True, fits=_of_fence_on("slow"), calls=(1, 2)
-    ),
-    "commit-written": Point(
-        owner=PosixWriter, method="write", after=True, fits=_writes("nvme", _COMMIT), calls=(1, 5)
-    ),
-    "commit-synced": Point(
-        owner=PosixWriter,
-        method="_sync_and_close",
-        after=True,
-        fits=_writes("nvme", _COMMIT),
-        calls=(1, 5),
-    ),
-    "commit-linked": Point(
-        owner=os,
-        method="link",
-        after=True,
-        fits=lambda source, target, **more: target == "commit.json",
-        calls=(1, 5),
-    ),
-    "commit-done": Point(
-        owner=StoredTier, method="commit", after=True, fits=_on("nvme"), calls=(1, 5)
-    ),
-    "commit-first": Point(owner=StoredTier, method="commit", after=True, fits=_on("nvme")),
-    "commit-latest": Point(
-        owner=StoredTier, method="write_latest", after=True, fits=_on("slow"), calls=(1, 3)
-    ),
+    "commit-done": after(StoredTier, "commit", _on("nvme"), calls=(1, 5)),
+    "commit-first": after(StoredTier, "commit", _on("nvme")),
+    "commit-latest": after(StoredTier, "write_latest", _on("slow"), calls=(1, 3)),
 }
 PRUNE = {
-    "prune-begin": Point(owner=StoredTier, method="delete", fits=_on("nvme"), calls=(1, 3)),
-    "prune-commit": Point(
-        owner=PosixBackend, method="delete", fits=_deletes("nvme", _COMMIT), calls=(1, 3)
-    ),
-    "prune-uncommitted": Point(
-        owner=PosixBackend,
-        method="delete",
-        after=True,
-        fits=_deletes("nvme", _COMMIT),
-        calls=(1, 3),
-    ),
-    "prune-manifest": Point(
-        owner=PosixBackend,
-        method="_unlink",
-        after=True,
-        fits=_unlinks("nvme", _MANIFEST),
-        calls=(1, 3),
-    ),
-    "prune-image": Point(
-        owner=PosixBackend,
-        method="_unlink",
-        after=True,
-        fits=_unlinks("nvme", _IMAGE),
-        calls=(1, 3),
-    ),
-    "prune-synced": Point(
-        owner=PosixBackend,
-        method="delete_some",
-        after=True,
-        fits=_deletes_some("nvme", _IMAGE),
-        calls=(1, 3),
-    ),
-    "prune-emptied": Point(
-        owner=Folders,
-        method="remove_empty",
-        fits=lambda folders, folder: folders.path.name == "nvme" and "/step-" in folder,
+    "prune-begin": before(StoredTier, "delete", _on("nvme"), calls=(1, 3)),
+    "prune-commit": before(PosixBackend, "delete", _deletes("nvme", _COMMIT), calls=(1, 3)),
+    "prune-uncommitted": after(PosixBackend, "delete", _deletes("nvme", _COMMIT), calls=(1, 3)),
+    "prune-manifest": after(PosixBackend, "_unlink", _unlinks("nvme", _MANIFEST), calls=(1, 3)),
+    "prune-image": after(PosixBackend, "_unlink", _unlinks("nvme", _IMAGE), calls=(1, 3)),
+    "prune-synced": after(PosixBackend, "delete_some", _deletes_some("nvme", _IMAGE), calls=(1, 3)),
+    "prune-emptied": before(
+        Folders,
+        "remove_empty",
+        lambda folders, folder: folders.path.name == "nvme" and "/step-" in folder,
         calls=(2, 2),
     ),
-    "prune-slow": Point(
-        owner=PosixBackend, method="delete", after=True, fits=_deletes("slow", _COMMIT)
-    ),
+    "prune-slow": after(PosixBackend, "delete", _deletes("slow", _COMMIT)),
 }
 ADOPTION = {
-    "adopt-attached": Point(owner=ImageFile, method="_adopt", after=True),
-    "adopt-attempt": Point(owner=OpenedTiers, method="claim_from"),
-    "adopt-took": Point(owner=Fence, method="create", after=True, fits=_of_fence_on("slow")),
-    "adopt-started": Point(owner=Coordinator, method="start", after=True),
-    "adopt-collect": Point(owner=StoredTier, method="discard_unfinished", after=True),
-    "adopt-flush": Point(
-        owner=PosixWriter, method="write", after=True, fits=_writes("slow", _PACKED), calls=(1, 10)
-    ),
-    "adopt-manifest": Point(
-        owner=StoredTier, method="write_manifest", after=True, fits=_on("slow")
-    ),
-    "adopt-commit": Point(owner=StoredTier, method="commit", after=True, fits=_on("slow")),
+    "adopt-attached": after(ImageFile, "_adopt"),
+    "adopt-attempt": before(OpenedTiers, "claim_from"),
+    "adopt-took": after(Fence, "create", _of_fence_on("slow")),
+    "adopt-started": after(Coordinator, "start"),
+    "adopt-collect": after(StoredTier, "discard_unfinished"),
+    "adopt-flush": after(PosixWriter, "write", _writes("slow", _PACKED), calls=(1, 10)),
+    "adopt-manifest": after(StoredTier, "write_manifest", _on("slow")),
+    "adopt-commit": after(StoredTier, "commit", _on("slow")),
 }
 SUPERSEDE = {
-    "supersede-begin": Point(owner=Admissions, method="_give_up", calls=(1, 4)),
-    "supersede-sealed": Point(owner=Region, method="unseal", calls=(1, 4)),
-    "supersede-unsealed": Point(owner=Region, method="unseal", after=True, calls=(1, 4)),
-    "supersede-told": Point(owner=Admissions, method="_give_up", after=True, calls=(1, 4)),
-    "supersede-release": Point(owner=Region, method="release", fits=_was_unsealed, calls=(1, 4)),
-    "supersede-free": Point(owner=Admissions, method="free", after=True, calls=(2, 5)),
+    "supersede-begin": before(Admissions, "_give_up", calls=(1, 4)),
+    "supersede-sealed": before(Region, "unseal", calls=(1, 4)),
+    "supersede-unsealed": after(Region, "unseal", calls=(1, 4)),
+    "supersede-told": after(Admissions, "_give_up", calls=(1, 4)),
+    "supersede-release": before(Region, "release", _was_unsealed, calls=(1, 4)),
+    "supersede-free": after(Admissions, "free", calls=(2, 5)),
 }
 POINTS = {**CAPTURE, **FLUSH, **COMMIT, **PRUNE, **ADOPTION, **SUPERSEDE}
 
@@ -295,27 +240,9 @@ POINTS = {**CAPTURE, **FLUSH, **COMMIT, **PRUNE, **ADOPTION, **SUPERSEDE}
 def stop_at(name: str, call: int, tell: Callable[[], None]) -> None:
     """Let this process tell, and stand still for ever, at the ``call``-th call that fits a point."""
     point = POINTS[name]
-    real = getattr(point.owner, point.method)
-    counted = threading.Lock()
-    left = call
 
-    def stop(*args: Any, **more: Any) -> None:
-        nonlocal left
-        if not point.fits(*args, **more):
-            return
-        with counted:
-            left -= 1
-            if left:
-                return
+    def stop() -> None:
         tell()
         threading.Event().wait()
 
-    def stand_in(*args: Any, **more: Any) -> Any:
-        if not point.after:
-            stop(*args, **more)
-        value = real(*args, **more)
-        if point.after:
-            stop(*args, **more)
-        return value
-
-    setattr(point.owner, point.method, stand_in)
+    killing.at(point.owner, point.method, call, stop, after=point.after, fits=point.fits)

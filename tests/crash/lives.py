@@ -12,8 +12,6 @@ import random
 import re
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -22,13 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import doomed
 import zstandard
 from safetensors.torch import load, load_file
 
 import tierfall
+from tests.crash import doomed
+from tests.forked import Forked, server_of
 
 PATIENCE_S = 60.0
+TRAINER = Path(__file__).with_name("trainer.py")
 ENTRIES_MAX = 2000
 TIERS = ("nvme", "slow")
 FOREIGN = "belongs-to-somebody-else.txt"
@@ -44,43 +44,11 @@ Entry = dict[str, Any]
 Who = tuple[int, int]  # (step, start)
 
 
-class Trainers:
-    """The warm process that forks the trainers."""
-
-    def __init__(self) -> None:
-        program = Path(__file__).with_name("trainer.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(program)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, **request: Any) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, "the process that forks the trainers has ended"
-        return int(line)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(PATIENCE_S)
-        self._process.stdout.close()
-
-
 class Journal:
     """The reading end of a trainer's journal."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.unlink(missing_ok=True)
-        os.mkfifo(path)
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._rest = b""
         self._unread: deque[bytes] = deque()
 
@@ -99,9 +67,6 @@ class Journal:
                 return
             *lines, self._rest = (self._rest + data).split(b"\n")
             self._unread.extend(lines)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 @dataclass(slots=True)
@@ -151,14 +116,12 @@ class Life:
 
     def __init__(
         self,
-        trainers: Trainers,
         folder: Path,
         memory: Path,
         seed: int,
         *,
         when_full: str = "wait",
     ) -> None:
-        self._trainers = trainers
         self._when_full = when_full
         self.folder = folder
         self.memory = memory
@@ -186,40 +149,42 @@ class Life:
 
     def _kill(self, *, stop: tuple[str, int] | None, lines: int | None, delay_s: float) -> None:
         entries: list[Entry] = []
-        with self._running(steps=None, stop=stop) as (journal, pid):
+        with self._running(steps=None, stop=stop) as (journal, trainer):
             for entry in journal.entries():
                 entries.append(entry)
                 if entry["event"] == "stopped" or len(entries) - 1 == lines:
                     break
                 assert len(entries) < ENTRIES_MAX, f"the trainer never came to {stop}"
             entries += journal.entries(until_s=time.monotonic() + delay_s)
-            os.kill(pid, signal.SIGKILL)
+            trainer.kill()
             entries += journal.entries()
         self._learn(entries)
-        assert self._trainers.ask(wait=pid) == -signal.SIGKILL, entries[-1:]
+        assert trainer.wait() == -signal.SIGKILL, entries[-1:]
         self._check_log()
 
     @contextmanager
     def _running(
         self, *, steps: int | None, stop: tuple[str, int] | None
-    ) -> Iterator[tuple[Journal, int]]:
+    ) -> Iterator[tuple[Journal, Forked]]:
         """Start a trainer; whatever happens here, it does not live on."""
-        journal = Journal(self.folder / "journal")
-        pid = self._trainers.ask(
-            journal=str(journal.path),
-            log=str(self.log),
-            folder=str(self.folder),
-            memory=str(self.memory),
-            start=self.starts,
-            steps=steps,
-            when_full=self._when_full,
-            stop=stop,
-        )
+        request = {
+            "folder": str(self.folder),
+            "memory": str(self.memory),
+            "start": self.starts,
+            "steps": steps,
+            "when_full": self._when_full,
+            "stop": stop,
+        }
+        environment = {**os.environ, "PYTHONPATH": str(TRAINER.parents[2])}
+        with self.log.open("a") as log:
+            command = [str(TRAINER), json.dumps(request)]
+            trainer = Forked(server_of(), command, environment, log)
         try:
-            yield journal, pid
+            yield Journal(trainer.stdout.fileno()), trainer
         finally:
-            os.kill(pid, signal.SIGKILL)  # it is not waited for yet, so the number is still its own
-            journal.close()
+            trainer.kill()
+            trainer.wait()
+            trainer.close()
 
     @property
     def log(self) -> Path:
@@ -305,10 +270,12 @@ class Life:
 
     def end(self) -> None:
         """Run once to a clean end, and see that nothing but what was asked for is left."""
-        with self._running(steps=2 * doomed.SLOW_EVERY * doomed.KEEP, stop=None) as (journal, pid):
+        steps = 2 * doomed.SLOW_EVERY * doomed.KEEP
+        with self._running(steps=steps, stop=None) as (journal, trainer):
             entries = list(journal.entries())
+            trainer.wait()
         self._learn(entries)
-        assert self._trainers.ask(wait=pid) == 0, entries[-1:]
+        assert trainer.wait() == 0, entries[-1:]
         self._check_log()
         assert [e["left"] for e in entries if e["event"] == "drained"] == [[]]
         assert entries[-1]["event"] == "closed", entries[-1]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import doomed
 import pytest
-from lives import Life, Trainers
+
+from tests.crash import doomed
+from tests.crash.lives import Life
 
 TORTURE_SEEDS = range(100, 108)
 
@@ -29,52 +30,54 @@ def live(life: Life, *, stops: list[str], random_kills: int) -> None:
     life.end()
 
 
-def test_a_run_that_is_killed_again_and_again(
-    trainers: Trainers, tmp_path: Path, memory: Path, seed: int
-) -> None:
+def test_a_run_that_is_killed_again_and_again(tmp_path: Path, memory: Path, seed: int) -> None:
     """A point of each group, a start that is killed while it adopts what the one before left, and three starts in a row
     that die before they write ``latest``: what that names has then been dropped."""
     stops = ["capture-copied", "flush-slow", "adopt-attached", "prune-commit", "commit-done"]
     stops += ["commit-first"] * 3
-    live(Life(trainers, tmp_path, memory, seed), stops=stops, random_kills=1)
+    live(Life(tmp_path, memory, seed), stops=stops, random_kills=1)
 
 
 def test_a_run_that_is_killed_while_snapshots_are_superseded(
-    trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+    tmp_path: Path, memory: Path, seed: int
 ) -> None:
     """Killed there, and again in a start that adopts what is left and supersedes that.
 
     That each start comes to the point shows that it superseded; whether one was told of it before, chance decides.
     """
-    life = Life(trainers, tmp_path, memory, seed, when_full="supersede")
+    life = Life(tmp_path, memory, seed, when_full="supersede")
     live(life, stops=["supersede-sealed"] * 2, random_kills=0)
 
 
 @pytest.mark.torture
 @pytest.mark.parametrize("point", doomed.POINTS)
-def test_a_kill_at_a_point(
-    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
-) -> None:
+def test_a_kill_at_a_point(point: str, tmp_path: Path, memory: Path, seed: int) -> None:
     when_full = "supersede" if point in doomed.SUPERSEDE else "wait"
     before = {
         **dict.fromkeys(doomed.ADOPTION, "flush-slow"),
         **dict.fromkeys(doomed.SUPERSEDE, point),
     }
     stops = [before[point], point] if point in before else [point]
-    life = Life(trainers, tmp_path, memory, seed, when_full=when_full)
+    life = Life(tmp_path, memory, seed, when_full=when_full)
     live(life, stops=stops, random_kills=1)
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("when_full", ["wait", "supersede"])
 @pytest.mark.parametrize("torture_seed", TORTURE_SEEDS)
 def test_lives_of_many_deaths(
-    torture_seed: int, trainers: Trainers, tmp_path: Path, memory: Path
+    torture_seed: int, when_full: str, tmp_path: Path, memory: Path
 ) -> None:
-    """Every point in a shuffled order, each after the deaths before it, and as many random kills."""
-    life = Life(trainers, tmp_path, memory, torture_seed)
-    ours = doomed.POINTS.keys() - doomed.SUPERSEDE.keys()
-    moments: list[str | None] = [*sorted(ours), *[None] * len(ours)]
+    """Every point in a shuffled order, each after the deaths before it, and as many random kills. Those of superseded
+    saves have a life of their own, in which most saves are superseded."""
+    life = Life(tmp_path, memory, torture_seed, when_full=when_full)
+    points = {
+        point
+        for point in doomed.POINTS
+        if (point in doomed.SUPERSEDE) == (when_full == "supersede")
+    }
+    moments: list[str | None] = [*sorted(points), *[None] * len(points)]
     life.random.shuffle(moments)
     first = next(
         point for point in moments if point not in doomed.ADOPTION
@@ -87,22 +90,4 @@ def test_lives_of_many_deaths(
             life.stop_and_kill(point)
         life.check()
     life.end()
-
-
-@pytest.mark.torture
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("torture_seed", TORTURE_SEEDS)
-def test_lives_of_many_deaths_where_most_saves_are_superseded(
-    torture_seed: int, trainers: Trainers, tmp_path: Path, memory: Path
-) -> None:
-    life = Life(trainers, tmp_path, memory, torture_seed, when_full="supersede")
-    moments = [*doomed.SUPERSEDE, *[None] * len(doomed.SUPERSEDE)]
-    life.random.shuffle(moments)
-    for point in moments:
-        if point is None:
-            life.kill_at_random()
-        else:
-            life.stop_and_kill(point)
-        life.check()
-    life.end()
-    assert life.superseded
+    assert when_full == "wait" or life.superseded

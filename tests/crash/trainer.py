@@ -1,17 +1,13 @@
-"""A warm process that forks trainers to be killed; ``crash_lives.py`` runs it and talks to it by lines of JSON.
+"""A trainer to be killed: ``trainer.py REQUEST``, which is a JSON object.
 
-It imports torch once and starts no thread, so that a trainer costs one fork. A trainer saves every step and writes into
-its journal (a pipe) what it is about to do and what was reported to it, and at its point stands still until it is
-killed. Standard error goes to a file of the trainer's own.
+It saves every step, and writes into its journal, which is its standard output, what it is about to do and what was
+reported to it. At its point it stands still until it is killed.
 
-    {"journal": PATH, "log": PATH, "folder": PATH, "memory": PATH, "start": N, "steps": N or null,
-     "stop": [POINT, CALL] or null, "when_full": WORD}
-    {"wait": PID}
+    {"folder": PATH, "memory": PATH, "start": N, "steps": N or null, "stop": [POINT, CALL] or null, "when_full": WORD}
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -20,12 +16,12 @@ import sys
 import threading
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import doomed
 import torch
 
 import tierfall
+from tests.crash import doomed
 from tierfall.tiers import image_writer
 
 image_writer.PART_BYTES = 64 << 10  # so that a packed image is many writes
@@ -34,11 +30,8 @@ image_writer.PART_BYTES = 64 << 10  # so that a packed image is many writes
 class Journal:
     """Lines to whoever kills this process; each is one write, so no thread's line is torn by another's."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
     def tell(self, event: str, **members: Any) -> None:
-        os.write(self._descriptor, json.dumps({"event": event, **members}).encode() + b"\n")
+        os.write(1, json.dumps({"event": event, **members}).encode() + b"\n")
 
 
 class Reporter:
@@ -101,10 +94,10 @@ def train(journal: Journal, config: dict[str, Any], start: int, steps: int | Non
     journal.tell("closed")
 
 
-def run(request: dict[str, Any], descriptor: int) -> NoReturn:
-    """Be a trainer; never returns."""
-    journal = Journal(descriptor)
-    code = 1
+def main(request: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    journal = Journal()
     try:
         if request["stop"]:
             name, call = request["stop"]
@@ -112,40 +105,11 @@ def run(request: dict[str, Any], descriptor: int) -> NoReturn:
         folder, memory = Path(request["folder"]), Path(request["memory"])
         config = doomed.config(folder, memory, request["when_full"])
         train(journal, config, request["start"], request["steps"])
-        code = 0
     except BaseException as error:
         journal.tell("died", error=f"{type(error).__name__}: {error}")
         logging.exception("the trainer died")
-        raise
-    finally:
-        os._exit(code)
-
-
-def fork(request: dict[str, Any]) -> int:
-    descriptor = os.open(request["journal"], os.O_WRONLY)
-    child = os.fork()
-    if child:
-        os.close(descriptor)
-        return child
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    run(request, descriptor)
-
-
-def serve() -> None:
-    torch.set_num_threads(1)
-    gc.freeze()  # a trainer whose collector walked all modules would copy them
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "wait" in request:
-            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
-        else:
-            assert threading.active_count() == 1, "a fork would lose threads"
-            answer = fork(request)
-        print(answer, flush=True)
+        os._exit(1)
 
 
 if __name__ == "__main__":
-    serve()
+    main(json.loads(sys.argv[1]))

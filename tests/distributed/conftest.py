@@ -16,8 +16,10 @@ def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Make a job in the test's folder: ``make_job(4, [0, 0, 1, 1])`` has two nodes of two ranks."""
     jobs: list[Job] = []
 
-    def make(world_size: int, node_of: list[int] | None = None, **options: Any) -> Job:
-        job = Job(tmp_path, world_size, node_of or [], **options)
+    def make(
+        world_size: int, node_of: list[int] | None = None, kind: type[Job] = Job, **options: Any
+    ) -> Job:
+        job = kind(tmp_path, world_size, node_of or [], **options)
         jobs.append(job)
         return job
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +16,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tierfall
+from tests.contract.of_ranks import digest_of_training, model_of
 from tests.distributed import program
 from tests.distributed.program import RANK
-from tests.distributed.sharded_program import WORLD, _digest, make_model
 from tierfall.integrations.dcp import LazyStager, TierReader, TierSavePlanner, TierWriter
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 PATIENCE_S = 60
+WORLD = int(os.environ["WORLD_SIZE"])
 
 
 def train(
@@ -32,7 +34,7 @@ def train(
     if WORLD > 1 or (how == "process" and steps):
         dist.init_process_group("cpu:gloo" if how == "thread" else "gloo")
     torch.use_deterministic_algorithms(True)
-    model = make_model(layout)
+    model = model_of(layout, dist.group.WORLD, WORLD)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     group = dist.new_group(backend="gloo") if how in ("beside", "lazy") else None
     with tierfall.open(program.config(folder, run="one", **changes), process_group=group) as ckpt:
@@ -42,25 +44,17 @@ def train(
             model(data).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            future = _save(ckpt, _state(model, optimizer, step), step, how, group) if save else None
             if how == "beside":  # it goes on while the next step is trained
-                writer = TierWriter(ckpt, step=step)
-                future = dcp.async_save(
-                    _state(model, optimizer, step),
-                    storage_writer=writer,
-                    async_stager=LazyStager(ckpt),
-                    process_group=group,
-                )
-                data = torch.randn(8, 16)
-                model(data).square().mean().backward()
+                model(torch.randn(8, 16)).square().mean().backward()
                 optimizer.zero_grad()
-                future.result(PATIENCE_S)  # type: ignore[union-attr]
-            elif save:
-                _save(ckpt, model, optimizer, step, how)
+            if future is not None:
+                future.result(PATIENCE_S)
         if how == "process":  # nothing has waited for the last tier
             ckpt.drain()
         lazy = ckpt.statistics().lazy_saves
         tiers = [[c.step, sorted(c.copies)] for c in ckpt.checkpoints()]
-    digest = _digest(model, optimizer)
+    digest = digest_of_training(model, optimizer)
     if dist.is_initialized():
         dist.destroy_process_group()
     return {"first": first, "digest": digest, "lazy": lazy, "tiers": tiers}
@@ -71,33 +65,23 @@ def _state(model: Any, optimizer: Any, step: int) -> dict[str, Any]:
     return {"model": found, "optim": moments, "own": {"rank": RANK, "step": step}}
 
 
-def _save(ckpt: tierfall.Checkpointer, model: Any, optimizer: Any, step: int, how: str) -> None:
-    state = _state(model, optimizer, step)
+def _save(ckpt: tierfall.Checkpointer, state: Any, step: int, how: str, group: Any) -> Any:
+    """Save by DCP; return the future of what goes on after the call."""
     writer = TierWriter(ckpt, step=step, until=None if how == "process" else "pfs")
-    match how:
-        case "save":
-            dcp.save(state, storage_writer=writer)
-        case "cached":
-            dcp.save(
-                state, storage_writer=writer, planner=TierSavePlanner(enable_plan_caching=True)
-            )
-        case "no_dist":
-            dcp.save(state, storage_writer=writer, no_dist=True)
-        case "lazy":
-            stager = LazyStager(ckpt)
-            future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
-            future.result(PATIENCE_S)  # type: ignore[union-attr]
-        case "thread":
-            future = dcp.async_save(state, storage_writer=writer)
-            future.result(PATIENCE_S)  # type: ignore[union-attr]
-        case "process":
-            future = dcp.async_save(
-                state,
-                storage_writer=writer,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                planner=DefaultSavePlanner(),
-            )
-            future.result(PATIENCE_S)  # type: ignore[union-attr]
+    words: dict[str, Any] = {"storage_writer": writer}
+    if how == "cached":
+        words["planner"] = TierSavePlanner(enable_plan_caching=True)
+    if how in ("save", "cached", "no_dist"):
+        dcp.save(state, no_dist=how == "no_dist", **words)
+        return None
+    if how in ("lazy", "beside"):
+        words["async_stager"] = LazyStager(ckpt)
+    if how == "beside":
+        words["process_group"] = group
+    if how == "process":
+        words["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+        words["planner"] = DefaultSavePlanner()
+    return dcp.async_save(state, **words)
 
 
 def _load(ckpt: tierfall.Checkpointer, model: Any, optimizer: Any) -> int:

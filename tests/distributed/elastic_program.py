@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import tierfall
+from tests.contract.kit import equal
 from tests.distributed import program
 from tests.distributed.program import RANK
 from tierfall.backends.posix.backend import PosixBackend
@@ -65,16 +66,18 @@ def stay(
     folder: str,
     steps: list[int],
     flush: bool = True,
+    parts: int = 0,
     **changes: Any,
 ) -> Any:
     """Save these steps, wait until all ranks have them in memory, or on all tiers with ``flush``; then stay to be
-    killed."""
+    killed. With ``parts`` each rank has all of these."""
     if not flush:
         stop_flushes()
+    mine = range(parts) if parts else own()
     ckpt = tierfall.open(program.config(folder, **changes))
-    ckpt.restore(make_state(0, own()))
+    ckpt.restore(make_state(0, mine))
     for step in steps:
-        handle = ckpt.save(step, make_state(step, own()))
+        handle = ckpt.save(step, make_state(step, mine))
         ckpt.wait_captured()
         wait_whole(ckpt, step)
         if flush:
@@ -100,7 +103,7 @@ def go_on(
             return {"step": None, "left": left}
         found = {
             "step": report.step,
-            "good": program.same(state, make_state(report.step, mine)),
+            "good": equal(state, make_state(report.step, mine)),
             "tiers": sorted({s.tier for s in report.sources}),
             "left": left,
         }
@@ -111,30 +114,6 @@ def go_on(
             handle.wait("pfs", 30)
         known = ckpt.checkpoints()
         return {**found, "known": [[c.step, c.attempt, sorted(c.copies)] for c in known]}
-
-
-def stay_whole(folder: str, parts: int, step: int, **changes: Any) -> Any:
-    """Restore what so many ranks saved, save it as a whole on each, and stay to be killed."""
-    ckpt = tierfall.open(program.config(folder, **changes))
-    state = make_state(0, range(parts))
-    ckpt.restore(state)
-    handle = ckpt.save(step, make_state(step, range(parts)))
-    ckpt.wait_captured()
-    handle.wait("nvme", 30)
-    handle.wait("pfs", 30)
-    ready(folder)
-    time.sleep(600)
-
-
-def go_on_whole(folder: str, parts: int, **changes: Any) -> Any:
-    """Restore what each rank saved as a whole."""
-    with tierfall.open(program.config(folder, **changes)) as ckpt:
-        state = make_state(0, range(parts))
-        report = ckpt.restore(state)
-        assert report is not None
-        good = program.same(state, make_state(report.step, range(parts)))
-        tiers = sorted({s.tier for s in report.sources})
-        return {"step": report.step, "good": good, "tiers": tiers}
 
 
 def relaunched(folder: str, **changes: Any) -> Any:

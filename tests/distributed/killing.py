@@ -22,14 +22,12 @@ from tierfall.tiers.stored import StoredTier
 
 @dataclass(frozen=True)
 class Point:
-    """Before, or ``after``, a method. ``committer``: only ranks that commit come here. ``of`` says of the object whose
-    method is called whether the call counts."""
+    """Before, or ``after``, a method. ``committer``: only ranks that commit come here."""
 
     owner: type
     method: str
     after: bool = False
     committer: bool = False
-    of: Callable[[Any], bool] = lambda owner: True
 
 
 POINTS = {
@@ -64,19 +62,19 @@ PEER_POINTS = {
 def at_point(name: str, call: int, act: Callable[[], None], points: Any = POINTS) -> None:
     """Do something, once, at the ``call``-th call that comes to a point."""
     point = points[name]
-    at(point.owner, point.method, call, act, after=point.after, of=point.of)
+    at(point.owner, point.method, call, act, after=point.after)
 
 
 def at(
-    owner: type,
+    owner: Any,
     method: str,
     call: int,
     act: Callable[[], None],
     *,
     after: bool = False,
-    of: Callable[[Any], bool] = lambda owner: True,
+    fits: Callable[..., bool] = lambda *args, **more: True,
 ) -> None:
-    """Do something, once, before or ``after`` the ``call``-th call of a method that counts; see ``Point``."""
+    """Do something, once, before or ``after`` the ``call``-th call of a method whose arguments fit."""
     real = getattr(owner, method)
     counted = threading.Lock()
     left = call
@@ -84,11 +82,12 @@ def at(
     def stand_in(*args: Any, **more: Any) -> Any:
         nonlocal left
         value = real(*args, **more) if after else None
-        with counted:
-            left -= of(args[0])
-            due = left == 0 and of(args[0])
-        if due:
-            act()
+        if fits(*args, **more):
+            with counted:
+                left -= 1
+                due = left == 0
+            if due:
+                act()
         return value if after else real(*args, **more)
 
     setattr(owner, method, stand_in)

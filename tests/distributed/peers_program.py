@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 import tierfall
+from tests.contract import of_ranks
+from tests.contract.kit import equal, wait_until
 from tests.distributed import killing, program
-from tests.distributed.program import NODE, RANK, main, same
+from tests.distributed.program import NODE, RANK, main
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.errors import FlushError
 from tierfall.tiers import host
@@ -24,58 +26,21 @@ from tierfall.tiers.peer_requests import PeerClient
 
 
 def config(folder: str, **changes: Any) -> dict[str, Any]:
-    root = Path(folder)
-    peer = changes.pop("peers", {})
-    return {
+    """That of the contract's ranks; the wait is that of a loaded machine, for all to start."""
+    given = {
         "run": "many",
-        "max_wait": "30s",  # of a loaded machine, for all to start
-        "chunk": "64KiB",
+        "max_wait": "30s",
         "interval": {"at_end": False, "every": 1},
-        "tiers": [
-            {
-                "name": "host",
-                "kind": "host",
-                "folder": str(root / f"memory-{NODE}"),
-                **changes.pop("host", {}),
-            },
-            {
-                "name": "peers",
-                "kind": "peer",
-                "path": str(root / f"peers-{NODE}"),
-                **peer,
-            },
-            {
-                "name": "pfs",
-                "kind": "file",
-                "path": str(root / "pfs"),
-                "shared": True,
-                "flush": {"every": 100},
-                **changes.pop("pfs", {}),
-            },
-        ],
+        "peers": {},
         **changes,
+        "pfs": {"flush": {"every": 100}, **changes.get("pfs", {})},
     }
+    return of_ranks.config(folder, NODE, **given)
 
 
 def make_state(step: int) -> dict[str, Any]:
     """The state of ``program``, and a tensor that is the same on all ranks."""
     return {**program.make_state(step), "step": torch.full((1,), float(step))}
-
-
-def train(folder: str, steps: list[int], wait: str = "", **changes: Any) -> None:
-    """Go on from where the run is, and save these steps to peer memory; then wait to be killed. Step 2 is on the tier
-    ``wait``, too."""
-    dist.init_process_group("gloo")
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        ckpt.restore(make_state(0))
-        for step in steps:
-            handle = ckpt.save(step, make_state(step))
-            ckpt.wait_captured()
-            handle.wait("peers", 30)
-            if wait and step == 2:
-                handle.wait(wait, 30)
-        Path(folder, f"ready-{RANK}").touch()
-        time.sleep(600)
 
 
 def save_and_note(
@@ -128,8 +93,8 @@ def bring_back(
         state = make_state(0)
         restored = ckpt.restore(state)
         assert restored is not None
-        assert same(state, make_state(restored.step))
-        wait_until(lambda: has_again(ckpt, restored.step))
+        assert equal(state, make_state(restored.step))
+        wait_until(lambda: has_again(ckpt, restored.step), "peer memory has it again", 60)
         note(folder, restored.step, "again")
         Path(folder, f"ready-{RANK}").touch()
         time.sleep(600)
@@ -159,7 +124,7 @@ def carry_on(
         step = 0 if restored is None else restored.step
         if restored is not None:
             by = int(state["round"])
-            good = same(state, state_of(step, by))
+            good = equal(state, state_of(step, by))
             read = [source.tier for source in restored.sources]
             answer = {"step": step, "round": by, "good": good, "tiers": read}
             Path(folder, f"restored-{round}-{RANK}.new").write_text(json.dumps(answer))
@@ -206,18 +171,22 @@ def outlast(folder: str, **changes: Any) -> dict[str, Any]:
         ckpt.save(1, make_state(1)).wait("peers", 30)
         handle = ckpt.save(2, make_state(2))
         ckpt.wait_captured()
-        wait_until(sending.exists)
+        wait_until(sending.exists, "step 2 is being sent", 60)
         if RANK:
-            wait_until(behind.exists)  # it is stopped meanwhile
+            wait_until(behind.exists, "rank 0 is told of it", 60)  # it is stopped meanwhile
         began_s = time.monotonic()
         ckpt.save(3, make_state(3))
         ckpt.wait_captured()
         blocked_s = time.monotonic() - began_s
         if not RANK:
-            wait_until(handle.exception)
+            wait_until(lambda: handle.exception() is not None, "the copy fails", 60)
             behind.touch()
         why = str(handle.exception())
-        wait_until(lambda: any(c.step == 3 and "peers" in c.copies for c in ckpt.checkpoints()))
+        wait_until(
+            lambda: any(c.step == 3 and "peers" in c.copies for c in ckpt.checkpoints()),
+            "peer memory has step 3",
+            60,
+        )
     return {"blocked_s": blocked_s, "why": why}
 
 
@@ -225,14 +194,6 @@ def has_again(ckpt: tierfall.Checkpointer, step: int) -> bool:
     """Whether peer memory has a restored step on all nodes again; an older one may be there before."""
     survival = ckpt.statistics().peer_survival
     return survival is not None and survival.step >= step
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        if time.monotonic() > deadline:
-            raise TimeoutError("it does not come about")
-        time.sleep(0.02)
 
 
 def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str, Any]:
@@ -274,7 +235,7 @@ def resume(folder: str, saves: bool = False, **changes: Any) -> dict[str, Any] |
             handle.wait("peers", 30)
         return {
             "step": report.step,
-            "good": same(state, make_state(report.step)),
+            "good": equal(state, make_state(report.step)),
             "tiers": {source.tier: source.bytes for source in report.sources},
         }
 

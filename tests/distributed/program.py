@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,44 +13,21 @@ from typing import Any
 import torch
 
 import tierfall
+from tests.contract import of_ranks
+from tests.contract.kit import equal
 from tests.distributed import killing
-from tierfall.core.flush.commits import TierCommits
-from tierfall.core.flush.flusher import Flusher
-from tierfall.core.ranks.transport import StoreTransport
 
 RANK = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
 NODE = os.environ.get("GROUP_RANK") or os.environ["SLURM_NODEID"]
 
 
 def config(folder: str, **changes: Any) -> dict[str, Any]:
-    root = Path(folder)
-    return {
-        "run": "many",
-        "max_wait": changes.pop("max_wait", "60s"),  # of a loaded machine, for all to start
-        "chunk": "64KiB",
-        "tiers": [
-            {
-                "name": "host",
-                "kind": "host",
-                "folder": str(root / f"memory-{NODE}"),
-                **changes.pop("host", {}),
-            },
-            {
-                "name": "nvme",
-                "kind": "file",
-                "path": str(root / f"nvme-{NODE}"),
-                **changes.pop("nvme", {}),
-            },
-            {
-                "name": "pfs",
-                "kind": "file",
-                "path": str(root / "pfs"),
-                "shared": True,
-                **changes.pop("pfs", {}),
-            },
-        ],
-        **changes,
-    }
+    """That of the contract's ranks. What the nodes share of ``nvme``, they find out; the wait is that of a loaded
+    machine, for all to start."""
+    nvme = {"shared": None, **changes.pop("nvme", {})}
+    return of_ranks.config(
+        folder, NODE, **{"run": "many", "max_wait": "60s", "nvme": nvme, **changes}
+    )
 
 
 def make_state(step: int) -> dict[str, Any]:
@@ -63,12 +38,6 @@ def make_state(step: int) -> dict[str, Any]:
         "extra": {"step": step, "rank": RANK},
         "rng": None,
     }
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def train(
@@ -87,7 +56,7 @@ def train(
     with tierfall.open(config(folder, **changes)) as ckpt:
         state = make_state(0)
         report = ckpt.restore(state)
-        if report is not None and not same(state, make_state(report.step)):
+        if report is not None and not equal(state, make_state(report.step)):
             raise AssertionError(f"step {report.step} is not what was saved")
         for step in [s for s in steps if report is None or s > report.step]:
             handle = ckpt.save(step, make_state(step))
@@ -99,49 +68,6 @@ def train(
                 file.flush()
                 os.fsync(file.fileno())
         return report and report.step
-
-
-def cost(folder: str, saves: int, **changes: Any) -> Any:
-    """Count what the calling thread spends in save: CPU seconds, and messages or store calls of its own; and how long a
-    commit takes once the last rank's image has landed."""
-    on_caller: list[str] = []
-    landed: dict[int, float] = {}
-    there: dict[int, float] = {}
-    caller = threading.get_ident()
-    inside = False
-
-    def watch(owner: type, method: str, note: Callable[..., None]) -> None:
-        real = getattr(owner, method)
-
-        def stand_in(*args: Any, **more: Any) -> Any:
-            note(*args)
-            return real(*args, **more)
-
-        setattr(owner, method, stand_in)
-
-    def count(*args: Any) -> None:
-        if inside and threading.get_ident() == caller:
-            on_caller.append("message")
-
-    watch(StoreTransport, "send", count)
-    watch(
-        TierCommits,
-        "contribute",
-        lambda _, tier, entry, files: landed.update({entry.id.step: time.time()}),
-    )
-    watch(Flusher, "committed", lambda _, tier, id, size: there.update({id.step: time.time()}))
-    seconds = []
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        state = {"weights": {f"w{i}": torch.randn(64, 256) for i in range(200)}}
-        for step in range(1, saves + 1):
-            inside = True
-            began = time.thread_time()
-            handle = ckpt.save(step, state)
-            seconds.append(time.thread_time() - began)
-            inside = False
-            ckpt.wait_captured()
-            handle.wait("pfs", 30)
-        return {"cpu_s": seconds, "messages": len(on_caller), "landed": landed, "there": there}
 
 
 def main(functions: dict[str, Any] | None = None) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import tierfall
+from tests.contract.kit import equal
 from tests.distributed import killing, program
 from tierfall.core.copies.chunk_reader import ChunkReader
 from tierfall.core.restore.pulls import PullNetwork
@@ -107,7 +108,7 @@ def _restore(
         handle = ckpt.save(report.step + 1, {**state, "epoch": 0, "rng": None})
         return {
             "step": report.step,
-            "good": program.same(state["weights"], goal["weights"]),
+            "good": equal(state["weights"], goal["weights"]),
             "read": {s.tier: s.bytes for s in report.sources if s.rank is None},
             "got": [[s.tier, s.rank, s.bytes] for s in report.sources if s.rank is not None],
             "bytes": report.bytes,

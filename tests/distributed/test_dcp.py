@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import tierfall
 from tests.distributed.job import Job
 
 MakeJob = Callable[..., Job]
@@ -40,11 +39,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[s
 @pytest.mark.parametrize(
     ("how", "ranks"),
     [
-        pytest.param("save", 2, marks=LONG),
         pytest.param("cached", 2, marks=LONG),
         pytest.param("lazy", 2, marks=LONG),
         pytest.param("beside", 2, marks=LONG),
-        pytest.param("lazy", 4, marks=LONG),
         pytest.param("process", 2, marks=LONG),
         pytest.param("no_dist", 2, marks=LONG),
         pytest.param("thread", 2, marks=LONG),
@@ -77,28 +74,6 @@ def test_what_a_process_of_dcp_wrote_is_loaded_to_the_same_bits(make_job: MakeJo
     assert saved["tiers"] == [[1, ["nvme", "pfs"]]], "it is not in this process's memory"
     (loaded,) = run(make_job(1, program=PROGRAM), "train", steps=0, **words)
     assert (loaded["first"], loaded["digest"]) == (2, saved["digest"])
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        pytest.param(("fsdp", 4), ("hsdp", 4), marks=LONG),
-        pytest.param(("fsdp", 4), ("plain", 1), marks=LONG),
-        pytest.param(("hsdp", 4), ("tp", 2), marks=LONG),
-        pytest.param(("ddp", 2), ("fsdp", 3), marks=LONG),
-        pytest.param(("tp-fsdp", 4), ("ddp", 2), marks=LONG),
-    ],
-)
-def test_another_layout_loads_what_was_saved(
-    make_job: MakeJob, tmp_path: Path, saved: tuple[str, int], loaded: tuple[str, int]
-) -> None:
-    first, *_ = run(make_job(saved[1], program=PROGRAM), "train", layout=saved[0], steps=1)
-    answers = run(make_job(loaded[1], program=PROGRAM), "train", layout=loaded[0], steps=0)
-    assert {answer["first"] for answer in answers} == {2}
-    assert {answer["digest"] for answer in answers} == {first["digest"]}
-    whole = tierfall.load(tmp_path / "pfs")
-    assert whole["model"]["0.weight"].shape == (26, 16)
-    assert whole["own"] == {"rank": 0, "step": 1}
 
 
 @pytest.mark.torture

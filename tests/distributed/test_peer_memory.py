@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 from tests import forked
 from tests.distributed.job import ROOT
-from tests.distributed.peer_jobs import PROGRAM, MakeJob, shown
 
 EXAMPLE = """
 import os, runpy, subprocess, sys
@@ -55,29 +51,3 @@ def test_the_example_loses_a_node_and_reads_nothing_from_storage() -> None:
         done.stdout + done.stderr
     )
     assert sorted(lines[5:]) == [f"node {node}: peer memory has step 10" for node in (0, 1)]
-
-
-def test_storage_that_was_deleted_is_forgotten_by_each_node_which_keeps_for_its_user_alone(
-    make_job: MakeJob, tmp_path: Path
-) -> None:
-    job = make_job(2, [0, 1], program=PROGRAM)
-    job.start("train", steps=[1, 2], wait="pfs", pfs={"flush": {"every": 2}})
-    job.wait_ready()
-    job.kill()
-    assert all((tmp_path / f"peers-{node}").stat().st_mode & 0o077 == 0 for node in (0, 1))
-    shutil.rmtree(tmp_path / "pfs")
-    for node in (0, 1):
-        answer = shown(tmp_path, "forget", "pfs", node=node)
-        assert "pfs is forgotten by this machine" in answer
-    answers = make_job(2, [0, 1], program=PROGRAM).run("resume")
-    assert [(answer["step"], answer["good"]) for answer in answers] == [(2, True)] * 2
-    assert not any("pfs" in answer["tiers"] for answer in answers)
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(
-    make_job: MakeJob, tmp_path: Path
-) -> None:
-    (tmp_path / "peers-1").touch()
-    answers = make_job(2, [0, 1], program=PROGRAM).run("resume")
-    assert "rank 1: tier peers: " in answers[0]["text"], answers
-    assert answers[1]["text"].startswith("tier peers: "), answers

@@ -39,16 +39,7 @@ HOLDERS = {
 """Sets of nodes whose loss, of all in one, costs an image."""
 LOSSES = {"one copy": 1, "two copies": 2}
 
-SAVING = [
-    "capture",
-    "seal",
-    "sealed",
-    "transfer",
-    "request",
-    "sent",
-    "commit",
-    "committed",
-]
+SAVING = [point for point in PEER_POINTS if point != "read"]
 BRINGING_BACK = [
     "recovery",
     "recovered",

@@ -1,7 +1,7 @@
 """The process that trains all scenarios: ``program.py WHAT FOLDER MEMORY``; prints a digest of each as JSON.
 
-``straight`` trains without a break, and goes on once more from what torch.save wrote, as a control; ``killed`` saves
-and kills itself in the middle of the training; ``resumed`` restores and goes on.
+``straight`` trains without a break; ``killed`` saves and kills itself in the middle of the training; ``resumed``
+restores and goes on.
 """
 
 from __future__ import annotations
@@ -45,46 +45,14 @@ def config(folder: Path, memory: Path) -> dict[str, Any]:
     }
 
 
-def tell(scenarios: dict[str, Scenario], **more: Any) -> None:
-    print(json.dumps({"digests": {n: digest(s) for n, s in scenarios.items()}, **more}))
+def tell(scenarios: dict[str, Scenario]) -> None:
+    print(json.dumps({name: digest(each) for name, each in scenarios.items()}))
 
 
-def straight(folder: Path) -> None:
+def straight() -> None:
     scenarios = build(0)
-    train(scenarios, 0, SAVED_AT)
-    held = {
-        name: {
-            key: value.get_state() if isinstance(value, torch.Generator) else _dict_of(value)
-            for key, value in each.state.items()
-        }
-        for name, each in scenarios.items()
-    }
-    torch.save((held, torch.get_rng_state()), folder / "control.pt")
-    train(scenarios, SAVED_AT, STEPS)
-    digests = {name: digest(each) for name, each in scenarios.items()}
-    control = build(1)
-    held, generator = torch.load(folder / "control.pt", weights_only=False)
-    for name, each in control.items():
-        for key, value in each.state.items():
-            _load(value, held[name][key])
-    torch.set_rng_state(generator)
-    train(control, SAVED_AT, STEPS)
-    tell(control, straight=digests)
-
-
-def _dict_of(value: Any) -> Any:
-    value = getattr(value, "value", value)
-    return value.state_dict() if hasattr(value, "state_dict") else dict(value)
-
-
-def _load(value: Any, held: Any) -> None:
-    value = getattr(value, "value", value)
-    if isinstance(value, torch.Generator):
-        value.set_state(held)
-    elif hasattr(value, "load_state_dict"):
-        value.load_state_dict(held)
-    else:
-        value.update(held)
+    train(scenarios, 0, STEPS)
+    tell(scenarios)
 
 
 def killed(folder: Path, memory: Path) -> None:
@@ -117,7 +85,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     if what == "straight":
-        straight(folder)
+        straight()
     elif what == "killed":
         killed(folder, memory)
     else:

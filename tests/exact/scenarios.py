@@ -20,7 +20,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim import lr_scheduler, swa_utils
-from torch.utils.data import DataLoader, TensorDataset
 
 from tierfall import item
 
@@ -193,33 +192,6 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, **options)
 
 
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return adamw(model, fused=True)
-
-
-class Images(Scenario):
-    """Convolutions in channels_last, whose moments a fused step reads as they lie, and batch statistics."""
-
-    def __init__(self) -> None:
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
-        super().__init__(model.to(memory_format=torch.channels_last), fused)
-
-    def batch(self, number: int) -> torch.Tensor:
-        drawn = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(number))
-        return drawn.to(memory_format=torch.channels_last)
-
-
-class Transposed(nn.Module):
-    """A weight that lies column by column."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, WIDTH).t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
-
-
 class Averaged(Scenario):
     """A moving average of the weights."""
 
@@ -253,47 +225,6 @@ class Scaled(Scenario):
         self.losses.append(float(loss.detach()))
 
 
-class Adapter(nn.Module):
-    """A frozen weight and an adapter of low rank, merged for each evaluation as adapter libraries do it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, WIDTH))
-        self.up = nn.Parameter(torch.zeros(WIDTH, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.down.t() @ self.up.t()  # type: ignore[no-any-return]
-
-    def evaluate(self) -> None:
-        change = (self.up @ self.down).detach()
-        self.base.weight.data += change
-        self.base.weight.data -= change
-
-
-class Adapted(Scenario):
-    def __init__(self) -> None:
-        super().__init__(Adapter(), adamw)
-
-    def step(self, number: int) -> None:
-        super().step(number)
-        assert isinstance(self.model, Adapter)
-        self.model.evaluate()
-
-
-class Tied(nn.Module):
-    """Two layers with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.last = nn.Linear(WIDTH, WIDTH)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
-
-
 class Fused(nn.Module):
     """One weight that its hooks save as three."""
 
@@ -315,81 +246,6 @@ def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> Non
 def _merge(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     if f"{prefix}q" in state:
         state[f"{prefix}wqkv.weight"] = torch.cat([state.pop(prefix + name) for name in "qkv"])
-
-
-class Doubled(nn.Module):
-    """A weight that is saved as another one, and a value beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.seen = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += len(x)
-        return self.linear(x) / (1 + self.seen)  # type: ignore[no-any-return]
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.seen = state["seen"]
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}scale"] = self.linear.bias.detach() * 2
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        assert torch.equal(state.pop(f"{prefix}scale"), state[f"{prefix}linear.bias"] * 2)
-        super()._load_from_state_dict(state, prefix, *args)
-
-
-class Loaded(Scenario):
-    """Batches that a DataLoader shuffles, by a generator that is part of the state; an epoch is four batches."""
-
-    def __init__(self) -> None:
-        super().__init__(plain_model(), adamw)
-        self.generator = torch.Generator().manual_seed(int(torch.randint(1000, ())))
-        self.state["generator"] = self.generator
-        rows = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(7))
-        self._loader = DataLoader(
-            TensorDataset(rows), batch_size=4, shuffle=True, generator=self.generator
-        )
-        self._batches = iter(())
-
-    def batch(self, number: int) -> torch.Tensor:
-        if number % 4 == 0:
-            self._batches = iter(self._loader)
-        found: torch.Tensor = next(self._batches)[0]
-        return found
-
-
-class Players(Scenario):
-    """Two models, two optimizers, two rates each, which step in turn, and plain values."""
-
-    def __init__(self) -> None:
-        super().__init__(plain_model(), adamw)
-        self.other = plain_model()
-        first, *_, last = self.other.children()
-        self.second = torch.optim.RMSprop(
-            [
-                {"params": first.parameters(), "lr": 0.01},
-                {"params": last.parameters(), "lr": 0.001},
-            ]
-        )
-        self.counts = {"tokens": 0, "best": float("inf")}
-        self.state |= {"other": self.other, "second": self.second, "counts": self.counts}
-
-    def step(self, number: int) -> None:
-        super().step(number)
-        if number % 2:
-            self.second.zero_grad()
-            (self.other(self.batch(number)) - self.model(self.batch(number))).pow(
-                2
-            ).mean().backward()
-            self.second.step()
-        self.counts["tokens"] += 4
-        self.counts["best"] = min(self.counts["best"], self.losses[-1])
 
 
 class Block(nn.Module):
@@ -415,20 +271,12 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     **{name: lambda name=name: with_optimizer(name) for name in OPTIMIZERS},  # type: ignore[misc]
     "SparseAdam": Sparse,
     **{name: lambda name=name: with_scheduler(name) for name in SCHEDULERS},  # type: ignore[misc]
-    "channels_last": Images,
-    "transposed, fused": lambda: Scenario(Transposed(), fused),
-    "transposed, foreach": lambda: Scenario(Transposed(), lambda m: adamw(m, foreach=True)),
     "moving average": Averaged,
     "gradient scaler": Scaled,
-    "adapter": Adapted,
-    "tied": lambda: Scenario(Tied(), adamw),
     "hooks that split": lambda: Scenario(
         nn.Sequential(Fused(), nn.Linear(3 * WIDTH, WIDTH)), adamw
     ),
-    "hooks that double": lambda: Scenario(Doubled(), adamw),
     "bfloat16": lambda: Scenario(plain_model().to(torch.bfloat16), adamw),
-    "shuffled": Loaded,
-    "two players": Players,
     "FSDP2 with wrapper": lambda: sharded(lambda: nn.Linear(WIDTH, WIDTH)),
     "FSDP2 with hooks that split": lambda: sharded(Fused),
 }

@@ -19,7 +19,7 @@ import torch
 
 import tierfall
 from tests import forked
-from tests.imports.foreign import Trained, save_dcp, save_sharded, save_torch
+from tests.contract.foreign import hub, save_dcp
 from tierfall.config import load_config
 from tierfall.core.types.errors import CaptureError, ConfigError, IntegrityError, StepError
 from tierfall.imports import dcp_files
@@ -42,21 +42,16 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path / "exploded"
 
 
-@pytest.fixture
-def trained() -> Trained:
-    return Trained()
-
-
 # Paths -----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_with_none_or_several_is_refused(tmp_path: Path, trained: Trained) -> None:
+def test_a_folder_with_none_or_several_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds no checkpoint that can be imported"):
         read_state(tmp_path)
-    save_torch(tmp_path / "a.pt", trained)
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     assert read_state(tmp_path).format == "torch"
-    save_torch(tmp_path / "b.ckpt", trained)
+    torch.save({"w": torch.ones(2)}, tmp_path / "b.ckpt")
     with pytest.raises(ConfigError, match=r"holds 2 checkpoints: a\.pt, b\.ckpt; name one"):
         read_state(tmp_path)
 
@@ -135,8 +130,8 @@ def test_a_file_that_is_not_aligned_is_read(tmp_path: Path) -> None:
     assert read.view.sources[0].tolist() == [1.5, 2.5]
 
 
-def test_a_shard_that_is_missing_or_lacks_a_tensor(tmp_path: Path, trained: Trained) -> None:
-    folder = save_sharded(tmp_path / "hub", trained.model.state_dict())
+def test_a_shard_that_is_missing_or_lacks_a_tensor(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "hub", {"a": torch.ones(2), "b": torch.ones(2)})
     index = folder / "model.safetensors.index.json"
     document = json.loads(index.read_text())
     document["weight_map"]["more"] = "model-00001-of-00002.safetensors"
@@ -194,7 +189,7 @@ def changed(folder: Path, change: Callable[[Any], None]) -> Path:
     return folder
 
 
-def test_a_name_leads_outside_of_no_folder(tmp_path: Path, trained: Trained) -> None:
+def test_a_name_leads_outside_of_no_folder(tmp_path: Path) -> None:
     def lead_out(metadata: Any) -> None:
         for record in metadata.storage_data.values():
             record.relative_path = "../" + record.relative_path
@@ -224,10 +219,11 @@ def test_nothing_is_allocated_for_objects_that_a_pickle_only_claims(tmp_path: Pa
         tracemalloc.stop()
 
 
-def test_a_file_that_may_not_be_read(tmp_path: Path, trained: Trained) -> None:
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root reads all")
-    path = save_torch(tmp_path / "c.pt", trained)
+    path = tmp_path / "c.pt"
+    torch.save({"w": torch.ones(2)}, path)
     path.chmod(0)
     with pytest.raises(ConfigError, match="Permission denied"):
         read_state(path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,15 +28,6 @@ def emptied(state: Any) -> Any:
     return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
 
 
-def copied(state: Any) -> Any:
-    """The same structure with tensors of its own."""
-    if isinstance(state, dict):
-        return {key: copied(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [copied(value) for value in state]
-    return state.clone() if isinstance(state, torch.Tensor) else state
-
-
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
@@ -57,32 +46,3 @@ class Renaming(DefaultSavePlanner):
     ) -> None:
         renamed = {f"x{key}": value for key, value in state_dict.items()}
         super().set_up_planner(renamed, storage_meta, is_coordinator)
-
-
-class Bomb:
-    """Leaves a file behind where it is unpickled."""
-
-    def __init__(self, crater: Path) -> None:
-        self.crater = crater
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.crater,)
-
-
-def bomb(crater: Path) -> bytes:
-    return pickle.dumps(Bomb(crater))
-
-
-class Counter:
-    """What DCP calls Stateful: an entry of the state with state_dict and load_state_dict."""
-
-    def __init__(self, count: int, values: torch.Tensor) -> None:
-        self.count = count
-        self.values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "values": self.values}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-        self.values = state["values"]

@@ -1,82 +1,166 @@
-"""DCP on several ranks that are threads of this process: its collectives, without a process group.
+"""What one rank does in the tests of DCP on several ranks: functions that a ``Crew`` calls by name.
 
-``dcp.save(..., process_group=group)`` then goes together with the other ranks', from whichever thread it is called.
+Each gets the rank, and the folder of the run. The ranks from ``world_size`` on do nothing.
 """
 
 from __future__ import annotations
 
-import pickle
-import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import pytest
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.utils import _DistWrapper
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from tests.core.ranks.threads import PATIENCE_S
+import tierfall
+from tests.integrations.dcp_help import Renaming, emptied, same
+from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
 
-
-class Group:
-    """One rank's place in a job of DCP; ``of`` makes those of all."""
-
-    def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.meeting = meeting
-
-    @classmethod
-    def of(cls, world_size: int) -> list[Group]:
-        meeting = Meeting(world_size)
-        return [cls(rank, world_size, meeting) for rank in range(world_size)]
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+PATIENCE_S = 20.0
+State = dict[str, Any]
 
 
-class Meeting:
-    """Where all ranks put down what they say, and read what the others did."""
+class Failing(DefaultSavePlanner):
+    """Has no plan."""
 
-    def __init__(self, world_size: int) -> None:
-        self._barrier = threading.Barrier(world_size)
-        self._said: list[bytes] = [b""] * world_size
-
-    def gather(self, rank: int, thing: Any) -> list[Any]:
-        """Return what each rank said, as pickling left it: no rank shares an object with another."""
-        self._said[rank] = pickle.dumps(thing)
-        self._barrier.wait(PATIENCE_S)
-        found = [pickle.loads(output) for output in self._said]
-        self._barrier.wait(PATIENCE_S)
-        return found
+    def create_local_plan(self) -> Any:
+        raise ValueError("this rank cannot plan")
 
 
-class Together(_DistWrapper):
-    """What DCP calls its collectives by."""
+class Job:
+    """A rank's Checkpointer, and the group by which DCP meets."""
 
-    def __init__(self, group: Any, use_dist: bool, coordinator_rank: int) -> None:
-        super().__init__(None, False, coordinator_rank)
-        self.own: Group = group
-        self.rank = group.rank
-        self.is_coordinator = group.rank == coordinator_rank
+    def __init__(self, ckpt: tierfall.Checkpointer, group: Any) -> None:
+        self.ckpt = ckpt
+        self.group = group
 
-    def get_world_size(self) -> int:
-        return self.own.world_size
+    def save(self, state: State, step: int, *, lazy: bool = False, **options: Any) -> str:
+        """Save a step; return what DCP has raised."""
+        writer = TierWriter(self.ckpt, step=step, until="disk")
+        words = {"storage_writer": writer, "process_group": self.group, **options}
+        try:
+            if lazy:
+                future: Any = dcp.async_save(state, async_stager=LazyStager(self.ckpt), **words)
+                future.result(PATIENCE_S)
+            else:
+                dcp.save(state, **words)
+        except CheckpointException as error:
+            return str(error)
+        return ""
 
-    def broadcast_object(self, object: Any) -> Any:
-        return self.all_gather_object(object)[self.coordinator_rank]
+    def load(self, state: State, **options: Any) -> State:
+        reader = TierReader(self.ckpt, **options)
+        dcp.load(state, storage_reader=reader, process_group=self.group)
+        return state
 
-    def gather_object(self, object: Any) -> list[Any] | None:
-        found = self.all_gather_object(object)
-        return found if self.is_coordinator else None
-
-    def all_gather_object(self, object: Any) -> list[Any]:
-        return self.own.meeting.gather(self.rank, object)
-
-    def scatter_object(self, object_list: list[Any] | None) -> Any:
-        output = self.all_gather_object(object_list)[self.coordinator_rank]
-        return output[self.rank]
-
-    def barrier(self) -> None:
-        self.all_gather_object(None)
+    def steps(self, tier: str = "disk") -> list[int]:
+        return [c.step for c in self.ckpt.checkpoints() if tier in c.copies]
 
 
-def let_threads_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have DCP's collectives done by the ``Group`` that it is given as its process group."""
-    for module in (state_dict_saver, state_dict_loader):
-        monkeypatch.setattr(module, "_DistWrapper", Together)
+@contextmanager
+def job(rank: int, folder: str, world_size: int, **disk: Any) -> Iterator[Job | None]:
+    group = dist.new_group(list(range(world_size)))
+    if rank >= world_size:
+        yield None
+        return
+    host = {"name": "host", "kind": "host", "folder": f"{folder}/memory"}
+    stored = {"name": "disk", "kind": "file", "path": f"{folder}/disk", "shared": True, **disk}
+    config = {"run": "run", "max_wait": "10s", "tiers": [host, stored]}
+    with tierfall.open(config, process_group=group) as ckpt:
+        yield Job(ckpt, group)
+
+
+def cannot_save(rank: int, folder: str, lazy: bool) -> Any:
+    """Rank 1 has a function in its state at step 1."""
+    with job(rank, folder, 2) as mine:
+        if mine is None:
+            return None
+        state = {"w": torch.ones(5), "value": print if rank == 1 else 1}
+        first = mine.save(state, 1, lazy=lazy)
+        return [first, mine.save({**state, "value": 1}, 2, lazy=lazy), mine.steps()]
+
+
+def cannot_plan(rank: int, folder: str) -> Any:
+    with job(rank, folder, 2) as mine:
+        if mine is None:
+            return None
+        state = {"w": torch.ones(5)}
+        first = mine.save(state, 1, planner=Failing() if rank == 1 else None)
+        return [first, mine.save(state, 2), mine.steps()]
+
+
+def plans_wrongly(rank: int, folder: str, renames: bool) -> Any:
+    """The state is captured before DCP plans: by both ranks under other names, or by rank 1 not at all."""
+    with job(rank, folder, 2) as mine:
+        if mine is None:
+            return None
+        state = {"w": torch.full((5,), 7.0), "own": rank}
+        planner = Renaming() if renames else Failing() if rank == 1 else None
+        said = [mine.save(state, 1, lazy=True, planner=planner), mine.save(state, 2, lazy=True)]
+        mine.ckpt.drain()
+        found = mine.load(emptied(state), step=1, resume=False)
+        return [*said, mine.steps(), same(found, state)]
+
+
+def values(rank: int, folder: str, world_size: int, saves: bool) -> Any:
+    """Save values that are each rank's own, or load them; on one rank those of rank 1 too."""
+
+    def state(number: int) -> State:
+        return {"rng": {"seed": 100 + number, "at": [number]}, "w": torch.arange(6.0)}
+
+    with job(rank, folder, world_size) as mine:
+        if mine is None:
+            return None
+        if saves:
+            return mine.save(state(rank), 1)
+        try:
+            return same(mine.load(emptied(state(0))), state(rank))
+        except CheckpointException as error:
+            return [str(error), same(mine.load(emptied(state(0)), values_of=1), state(1))]
+
+
+def saves_within_a_load(rank: int, folder: str) -> Any:
+    """Between DCP's two calls other saves go on, which a rule makes room for."""
+
+    def state(step: int) -> State:
+        return {"w": torch.full((50_000,), float(step))}
+
+    with job(rank, folder, 2, retain={"last": 1}) as mine:
+        if mine is None:
+            return None
+        within: list[list[int]] = []
+
+        class Slow(TierReader):
+            def set_up_storage_reader(self, *given: Any, **named: Any) -> None:
+                for step in (2, 3, 4):
+                    mine.save(state(step), step)
+                mine.ckpt.prune()
+                within.append(mine.steps())
+
+        mine.save(state(1), 1)
+        found, reader = state(0), Slow(mine.ckpt, step=1, resume=False)
+        dcp.load(found, storage_reader=reader, process_group=mine.group)
+        mine.ckpt.drain(PATIENCE_S)
+        mine.ckpt.prune()
+        return [within, same(found, state(1)), mine.steps()]
+
+
+def parts(rank: int, folder: str, world_size: int, saves: bool) -> Any:
+    """Save steps 1 and 2 of a tensor for each rank; or load two of them, and the values of rank 2."""
+
+    def state(number: int, step: int) -> State:
+        return {f"w{number}": torch.full((4,), float(step)), "own": number}
+
+    with job(rank, folder, world_size) as mine:
+        if mine is None:
+            return None
+        if saves:
+            return [mine.save(state(rank, step), step) for step in (1, 2)]
+        wanted = {**emptied(state(0, 0)), "w1": torch.zeros(4)}
+        found = mine.load(wanted, values_of=2)
+        return same(found, {**state(0, 1), **state(1, 1), "own": 2})

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tierfall
-from tests.integrations.dcp_help import QUIET, same
+from tests.integrations.dcp_help import QUIET
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.errors import (
     UnreachableError,
@@ -71,33 +71,3 @@ def test_names_that_dcp_cannot_tell_apart_are_refused(make_config: MakeConfig) -
         with pytest.raises(CheckpointException) as caught:
             dcp.load({"a.b": 0}, storage_reader=TierReader(ckpt))
     assert caught.match("have the same name 'a.b' in DCP")
-
-
-def test_what_is_opened_stays_on_its_tier_until_it_was_read(make_config: MakeConfig) -> None:
-    """Between DCP's two calls other saves may go on, in threads of DCP's own."""
-
-    class Slow(TierReader):
-        def set_up_storage_reader(self, *given: Any, **named: Any) -> None:
-            for step in (2, 3, 4):
-                dcp.save(large(step), storage_writer=TierWriter(ckpt, step=step, until="disk"))
-            ckpt.prune()
-            assert on_disk(ckpt) == [1, 4]
-            assert 1 not in [c.step for c in ckpt.checkpoints() if "host" in c.copies]
-
-    config = make_config(disk={"retain": {"last": 1}}, host={"capacity": "3MiB"})
-    with tierfall.open(config) as ckpt:
-        dcp.save(large(1), storage_writer=TierWriter(ckpt, step=1, until="disk"))
-        found = large(0)
-        kept = Slow(ckpt, step=1, resume=False)
-        dcp.load(found, storage_reader=kept)
-        assert same(found, large(1))
-        ckpt.drain(20)
-        assert on_disk(ckpt) == [4], "it goes without being asked"
-
-
-def large(step: int) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((300_000,), float(step))}
-
-
-def on_disk(ckpt: tierfall.Checkpointer) -> list[int]:
-    return [c.step for c in ckpt.checkpoints() if "disk" in c.copies]

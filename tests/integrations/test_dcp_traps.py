@@ -3,6 +3,7 @@ overlap, and an optimizer that it steps to see its state."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import tierfall
 from tests.core.capture.lazy_help import PATIENCE_S, Trainer
-from tests.integrations.dcp_help import QUIET, copied, nested, same
-from tests.integrations.test_dcp_async import held, lazily, result
-from tierfall.core.types.errors import StepError
+from tests.integrations.dcp_help import QUIET, nested, same
+from tierfall.core.types.errors import CaptureError, StepError
 from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
-
-__all__ = ["held"]
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
@@ -46,6 +44,26 @@ def test_a_save_whose_ranks_do_not_meet_is_a_checkpoint(make_config: MakeConfig)
         metadata = dcp.save(state, storage_writer=writer, use_collectives=False)
         assert metadata.storage_data is None
     assert same(tierfall.load(make_config()), state)
+
+
+def test_what_is_staged_has_no_bytes(make_config: MakeConfig) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        writer = TierWriter(ckpt, step=1)
+        state = {"w": torch.ones(3, 2), "l": [torch.ones(1), {"n": 1}], "n": 5}
+        staged = LazyStager(ckpt).stage(state)
+        assert staged["w"].is_meta
+        assert staged["w"].shape == (3, 2)
+        assert staged["l"][0].is_meta
+        assert staged["l"][1] == {"n": 1}
+        assert staged["n"] == 5
+        with pytest.raises(
+            CheckpointException
+        ) as caught:  # of another writer than it was staged for
+            dcp.save(staged, storage_writer=TierWriter(ckpt, step=2))
+        assert isinstance(caught.value.failures[0][0], CaptureError)
+        assert caught.match("w has no data here: a LazyStager staged it for another TierWriter")
+        dcp.save(staged, storage_writer=writer)
+        assert [c.step for c in ckpt.checkpoints()] == [1]
 
 
 # What planners hand out ------------------------------------------------------------------------------
@@ -77,13 +95,13 @@ def test_tensors_of_any_layout_and_kind_are_saved_and_loaded(
     state = as_they_come()
     with tierfall.open(make_config()) as ckpt:
         if lazy:
-            result(lazily(ckpt, 1, state, LazyStager(ckpt)))
+            begin(ckpt, 1, state, lazy=True).result(PATIENCE_S)
         else:  # DCP's own stager drops what makes a tensor conjugate: torch 2.13
             dcp.save(state, storage_writer=TierWriter(ckpt, step=1))
         plain = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()}
         dcp.load(plain, storage_reader=TierReader(ckpt))
         assert same(plain, state)
-        alike = {**copied(plain), "transposed": torch.zeros(4, 6).t()}
+        alike = {**copy.deepcopy(plain), "transposed": torch.zeros(4, 6).t()}
         alike["every other column"] = torch.zeros(4, 6)[:, ::2]
         alike["conjugate"] = torch.zeros(6, dtype=torch.complex64).conj()
         alike["negative"] = torch.zeros(6, dtype=torch.complex64).conj().imag
@@ -131,17 +149,17 @@ def test_a_save_that_is_begun_before_the_last_is_planned_never_mixes_their_value
         for step in (1, 2):
             trainer.step()
             state = nested(trainer)
-            saved[step] = copied(state)
+            saved[step] = copy.deepcopy(state)
             planner = Late() if step == 1 else None
             futures.append(begin(ckpt, step, state, lazy, planner=planner))
         trainer.step()
-        result(futures[1])
+        futures[1].result(PATIENCE_S)
         go_on.set()
         if lazy:
-            result(futures[0])
+            futures[0].result(PATIENCE_S)
         else:
             with pytest.raises(CheckpointException) as late:
-                result(futures[0])
+                futures[0].result(PATIENCE_S)
             assert isinstance(late.value.failures[0][0], StepError)
         ckpt.drain(PATIENCE_S)
         assert [c.step for c in ckpt.checkpoints()] == ([1, 2] if lazy else [2])

@@ -118,18 +118,6 @@ def test_the_best_model_is_loaded_at_the_end(config: dict[str, Any], tmp_path: P
     assert not all(torch.equal(now[name], newest[name]) for name in saved)
 
 
-def test_the_best_model_is_loaded_by_a_start_that_only_ends(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    with tierfall.open(config) as ckpt:
-        losses_of(best_of(tmp_path), ckpt)
-    again = best_of(tmp_path)
-    with tierfall.open(config) as ckpt:
-        losses_of(again, ckpt)
-    saved = tierfall.load(config, step=1)["model"]
-    assert all(torch.equal(again.model.state_dict()[name], saved[name]) for name in saved)
-
-
 def test_a_best_model_that_was_deleted_gives_way_to_the_next_best_with_a_warning(
     config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

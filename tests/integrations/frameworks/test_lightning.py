@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 import tierfall
 from tests.integrations.frameworks.lightning_program import Data, Module, config, trainer
-from tierfall.errors import ConfigError, RestoreError, StepError
+from tierfall.errors import ConfigError, StepError
 from tierfall.integrations.lightning import TierfallIO, remove_path
 
 ROOT = Path(__file__).parents[3]
@@ -337,20 +337,6 @@ def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is no checkpoint: it has no tierfall\.json"):
         remove_path(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
-
-
-def test_a_pointer_to_a_deleted_step_says_what_there_is(io: TierfallIO, tmp_path: Path) -> None:
-    fit(io, tmp_path, every_n_epochs=1, save_top_k=-1)
-    gone = next(
-        path
-        for path in (tmp_path / "checkpoints").iterdir()
-        if tierfall.read_pointer(path).step == 4
-    )
-    with tierfall.open(config(tmp_path)) as ckpt:
-        ckpt.load()
-        ckpt.delete(4)
-    with pytest.raises(RestoreError, match=r"no checkpoint of step 4 .* there are: 8@1"):
-        fit(io, tmp_path, str(gone))
 
 
 def test_a_save_that_finds_no_memory_ends_no_training(

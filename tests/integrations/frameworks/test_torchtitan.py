@@ -332,16 +332,6 @@ def test_another_model_is_refused_and_the_run_goes_on_with_its_own(
 
 
 @pytest.mark.timeout(600)
-def test_a_second_start_of_a_run_that_trains_is_refused(start: Start, tmp_path: Path) -> None:
-    job = start("run", life="first", steps=40, pause_s=0.5)
-    wait_for(job, lambda: losses(job.folder, "first"))
-    assert "is owned on this machine by process" in train(start, "run", life="second")["error"]
-    seen = len(losses(job.folder, "first"))
-    wait_for(job, lambda: len(losses(job.folder, "first")) > seen)
-    job.kill()
-
-
-@pytest.mark.timeout(600)
 def test_killed_in_the_first_save_it_begins_anew(start: Start, tmp_path: Path) -> None:
     job = start("run", life="first", point="seal")
     job.wait_for_one(250)
