@@ -88,7 +88,7 @@ class ValueFiller:
     def plan(self) -> None:
         work, node = self._work, self._node
         try:
-            work.builder.prepare(node, CPU)
+            self._make = work.builder.prepare(node, CPU)
         except RestoreError as error:  # a class that is not imported, for example
             reason = str(error).removeprefix("restore: ")
             work.report.refuses(self._name, f"{reason}; skip=[{self._name!r}] leaves it unchanged")
@@ -176,13 +176,13 @@ class ValueFiller:
     # ---- after the bytes
 
     def _assign(self) -> None:
-        value = self._work.builder.build(self._node, CPU)
+        value = self._make()
         self._keep_skipped(self._live, value, self._name)
         self._set_value(assigned(self._live, value))
 
     def _assign_plain_entries(self) -> None:
         """Replace the plain entries of a dict that holds tensors, too."""
-        live, source = self._live, self._work.builder.build(self._node, CPU)
+        live, source = self._live, self._make()
         if type(live) not in value_codec.MAPPINGS or type(source) not in value_codec.MAPPINGS:
             return
         self._keep_skipped(live, source, self._name)
@@ -345,17 +345,15 @@ class ModuleFiller:
             return
         builder = self._work.builder
         if not builder.header.merged or isinstance(node, QuantizedNode):
-            builder.prepare(node, live.device)
-            self._rest[key] = lambda: as_dtensor_like(live, builder.build(node, live.device))
+            make = builder.prepare(node, live.device)
+            self._rest[key] = lambda: as_dtensor_like(live, make())
             return
         made = self._work.block_like(node.position, live, live.device, name)
         if made is not None:
             self._rest[key] = lambda: made
 
     def _through_load(self, key: str, node: Node, device: torch.device) -> None:
-        builder = self._work.builder
-        builder.prepare(node, device)
-        self._rest[key] = lambda: builder.build(node, device)
+        self._rest[key] = self._work.builder.prepare(node, device)
 
     def _extra_state(self, key: str, owner: nn.Module, node: Node, live: Any) -> None:
         """Restore what ``get_extra_state`` returned. A tensor in it may have another shape than the saved one."""
@@ -363,9 +361,8 @@ class ModuleFiller:
         if type(owner).set_extra_state is nn.Module.set_extra_state:
             self._through_load(key, node, device)
             return
-        builder = self._work.builder
-        builder.prepare(node, device)
-        self._work.assignments.append(lambda: owner.set_extra_state(builder.build(node, device)))
+        make = self._work.builder.prepare(node, device)
+        self._work.assignments.append(lambda: owner.set_extra_state(make()))
 
     # ---- after the bytes
 
@@ -471,8 +468,8 @@ class _Filler:
     def top(self, state: Mapping[Any, object], tree: MapNode) -> None:
         random = [n for _, n in tree.entries if isinstance(n, RandomNode)]
         if random and rng.ENTRY not in state and self.choices.has(rng.ENTRY):
-            self.builder.prepare(random[0], CPU)
-            self.work.final_actions.append(lambda: rng.apply(self.builder.build(random[0], CPU)))
+            make = self.builder.prepare(random[0], CPU)
+            self.work.final_actions.append(lambda: rng.apply(make()))
         self._mapping(tree, state, "")
 
     def visit(self, node: Node, live: Any, set_value: Setter, name: str) -> None:
@@ -652,8 +649,8 @@ class _Filler:
                     "the checkpoint has a sharded tensor: put one that is sharded like it there first",
                 )
             else:
-                self.builder.prepare(node, CPU, name)
-                self.work.assignments.append(lambda: set_value(self.builder.build(node, CPU)))
+                make = self.builder.prepare(node, CPU, name)
+                self.work.assignments.append(lambda: set_value(make()))
             return
         if isinstance(live, nn.Parameter):
             self.work.filled_parameters.append(live)
@@ -687,10 +684,8 @@ class _Filler:
                 f"the checkpoint has a scaler that was disabled; skip=[{name!r}] starts with a new one",
             )
             return
-        self.builder.prepare(node, CPU)
-        self.work.state_loads.append(
-            lambda: load_state_dict(live, self.builder.build(node, CPU), name)
-        )
+        make = self.builder.prepare(node, CPU)
+        self.work.state_loads.append(lambda: load_state_dict(live, make(), name))
         if type(live).__module__.startswith("torchdata.stateful_dataloader"):
             # state_dict creates its iterator now. In the training loop that would draw from the random state, which is
             # set after this.
