@@ -67,7 +67,7 @@ LINES = {
     ("core/runtime",): 2_152,
     ("core/ranks",): 2_216,
     ("core/capture", "core/sampling"): 3_877,
-    ("core/restore", "core/load", "core/copies"): 6_994,
+    ("core/restore", "core/load", "core/copies"): 6_976,
     ("core/compression",): 360,
     ("core/flush",): 7_607,
     ("policies",): 2_174,
