@@ -62,7 +62,7 @@ FOLDERS = (
 LINES = {
     ("core/types",): 1_955,
     ("core/format",): 1_309,
-    ("core/state", "core/tensors"): 3_611,
+    ("core/state", "core/tensors"): 3_596,
     ("core/image",): 2_239,
     ("core/runtime",): 2_152,
     ("core/ranks",): 2_216,
