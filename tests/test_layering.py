@@ -66,7 +66,7 @@ LINES = {
     ("core/image",): 2_239,
     ("core/runtime",): 2_152,
     ("core/ranks",): 2_216,
-    ("core/capture", "core/sampling"): 3_877,
+    ("core/capture", "core/sampling"): 3_855,
     ("core/restore", "core/load", "core/copies"): 6_976,
     ("core/compression",): 360,
     ("core/flush",): 7_607,
