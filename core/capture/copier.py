@@ -58,7 +58,6 @@ class ImageCopier:
     def __init__(
         self,
         *,
-        image: torch.Tensor,
         memory: memoryview,
         header: bytes,
         cutting: Segmentation,
@@ -70,14 +69,17 @@ class ImageCopier:
         check: ImageCheck | None = None,
         helpers: int = 0,
     ) -> None:
-        """Copy those ``sources`` that are not captured lazily. ``image`` and ``memory`` are the same bytes of a region.
+        """Copy those ``sources`` that are not captured lazily. ``memory`` are the writable bytes of a region.
 
         ``streams`` copy from devices, by the places of the segmentation ``cutting``; ``slab`` is spare memory on one
         device, with its place. ``pace`` limits the rate of the capture thread, not of a thread at the barrier.
         ``check`` compares the image with the present state. So many ``helpers`` hash with the capture thread if
         most of the image comes from devices.
         """
-        self._data = image[cutting.data_start :]
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor could not be written to outside of that mode
+            self._data = torch.frombuffer(memory, dtype=torch.uint8)[cutting.data_start :]
         self._memory = memory
         self._segmentation = cutting
         self._sources = sources

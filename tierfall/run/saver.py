@@ -281,7 +281,6 @@ class Saver:
             for name, value in call.metrics.items()
         }
         filling = ImageCopier(
-            image=region.tensor(),
             memory=region.image,
             header=image.header,
             cutting=plan.segments,

@@ -71,7 +71,6 @@ def make(
 
     sources = TensorSources(view, cutting.lazy)
     filling = ImageCopier(
-        image=torch.frombuffer(memory, dtype=torch.uint8),
         memory=memoryview(memory),
         header=header,
         cutting=cutting,

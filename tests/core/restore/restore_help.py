@@ -59,7 +59,6 @@ def checkpoint(
     image = bytearray(layout.image_bytes)
     cutting = Segmentation(layout, view, CHUNK)
     filling = ImageCopier(
-        image=torch.frombuffer(image, dtype=torch.uint8),
         memory=memoryview(image),
         header=header,
         cutting=cutting,
