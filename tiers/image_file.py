@@ -209,15 +209,6 @@ class Region:
         self._require_allocated("reading the image")
         return self._view[: self.image_bytes]
 
-    def tensor(self) -> torch.Tensor:
-        """Return the image's memory as a uint8 tensor, without a copy; the file must be writable."""
-        import torch
-
-        self._file.require_writable("making a tensor")
-        # an inference tensor could not be written to outside of that mode
-        with torch.inference_mode(False):
-            return torch.frombuffer(self.image, dtype=torch.uint8)
-
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill ``view`` from byte ``start`` of the image. Pages of the mapping that are not touched yet stay so."""
         self._require_allocated("reading the image")

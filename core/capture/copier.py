@@ -26,7 +26,6 @@ from tierfall.core.capture.spill import DeviceSlab, SpillBuffer, room_of
 from tierfall.core.format.records import DIGEST_PREFIX
 from tierfall.core.image.segments import HOST, Segment, Segmentation
 from tierfall.core.image.sources import TensorSources
-from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.runtime.threads import helped_by
@@ -59,7 +58,6 @@ class ImageCopier:
     def __init__(
         self,
         *,
-        targets: RegionTargets,
         memory: memoryview,
         header: bytes,
         cutting: Segmentation,
@@ -71,14 +69,17 @@ class ImageCopier:
         check: ImageCheck | None = None,
         helpers: int = 0,
     ) -> None:
-        """Copy those ``sources`` that are not captured lazily. ``targets`` and ``memory`` are the same region.
+        """Copy those ``sources`` that are not captured lazily. ``memory`` are the writable bytes of a region.
 
         ``streams`` copy from devices, by the places of the segmentation ``cutting``; ``slab`` is spare memory on one
         device, with its place. ``pace`` limits the rate of the capture thread, not of a thread at the barrier.
         ``check`` compares the image with the present state. So many ``helpers`` hash with the capture thread if
         most of the image comes from devices.
         """
-        self._targets = targets
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor could not be written to outside of that mode
+            self._data = torch.frombuffer(memory, dtype=torch.uint8)[cutting.data_start :]
         self._memory = memory
         self._segmentation = cutting
         self._sources = sources
@@ -237,7 +238,7 @@ class ImageCopier:
         return True
 
     def _copy(self, segment: Segment) -> None:
-        self._sources.copy(segment, self._targets)
+        self._sources.copy(segment, self._data)
         with self._lock:
             self._count(segment)
 
@@ -262,9 +263,9 @@ class ImageCopier:
 
         def copy() -> None:
             if spill is None:
-                self._sources.copy(segment, self._targets, stream=stream)
+                self._sources.copy(segment, self._data, stream=stream)
             else:
-                spill.copy_to(self._targets, segment, stream)
+                spill.copy_to(self._data, segment, stream)
 
         self._copies.launch(segment, copy, spill=spill, lock=self._lock)
 

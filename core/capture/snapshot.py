@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from tierfall.core.format.records import (
     Commit,
     ImagePlan,
@@ -34,8 +32,6 @@ class HostRegion(Protocol):
 
     @property
     def sealed(self) -> bool: ...
-
-    def tensor(self) -> torch.Tensor: ...
 
     def read_into(self, start: int, view: memoryview) -> None: ...
 

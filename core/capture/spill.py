@@ -17,7 +17,6 @@ import torch
 
 from tierfall.core.image.segments import Segment
 from tierfall.core.image.sources import TensorSources
-from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies
 from tierfall.core.runtime.pinned import cut_at, locked_bounds
 from tierfall.core.runtime.streams import CopyStream, StreamEvent
@@ -171,9 +170,9 @@ class SpillBuffer:
         """Whether the copies to here have been made, and not only enqueued."""
         return self._filled is not None and self._filled.is_done()
 
-    def copy_to(self, targets: RegionTargets, segment: Segment, stream: CopyStream) -> None:
-        """Copy parts from here to their position in the region; called in the work of the stream."""
-        memory, data = self._block.tensor, targets.data
+    def copy_to(self, data: torch.Tensor, segment: Segment, stream: CopyStream) -> None:
+        """Copy parts from here to their position in the image's data; called in the work of the stream."""
+        memory = self._block.tensor
         _, starts, sizes, _ = segment.columns
         at = np.searchsorted(self._all.columns[1], starts, sorter=self._by_start)
         offsets = self._offsets[self._by_start[at]]

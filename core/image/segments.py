@@ -29,16 +29,13 @@ HOST = -1
 class SegmentPart:
     """A byte range of tensor number ``index``: from ``source_start`` of the tensor to ``start`` of the image's data.
 
-    ``position`` is the tensor's index in the image. ``whole``: the range is the whole tensor. ``place`` is HOST or the
-    number of its device.
+    ``place`` is HOST or the number of its device.
     """
 
-    position: int
     index: int
     start: int
     end: int
     source_start: int
-    whole: bool
     place: int
 
 
@@ -124,12 +121,12 @@ class Segmentation:
         batches: dict[tuple[bool, int], list[SegmentPart]] = {}
         batched: dict[tuple[bool, int], int] = {}
         kinds = {True: self.segments, False: self.eager}
-        for number, placement in enumerate(self._layout.placements):
+        for placement in self._layout.placements:
             index, start, end = placement.index, placement.start, placement.end
             if start == end:
                 continue
             place = self._place(index)
-            for piece in self._pieces(number, index, start, end, plain=view.plain[index]):
+            for piece in self._pieces(index, start, end, plain=view.plain[index]):
                 size, batch = piece.end - piece.start, (lazy[index], place)
                 if batched.get(batch, 0) + size > BATCH_BYTES and batch in batches:
                     kinds[batch[0]].append(Segment(batches.pop(batch)))
@@ -141,19 +138,14 @@ class Segmentation:
         for segments in kinds.values():
             segments.sort(key=lambda segment: segment[0].start)
 
-    def _pieces(
-        self, position: int, index: int, start: int, end: int, *, plain: bool
-    ) -> list[SegmentPart]:
+    def _pieces(self, index: int, start: int, end: int, *, plain: bool) -> list[SegmentPart]:
         if not plain:
-            return [SegmentPart(position, index, start, end, 0, True, self._place(index))]
+            return [SegmentPart(index, start, end, 0, self._place(index))]
         pieces = []
         at = start
         while at < end:
             stop = min(end, (at // self.chunk_bytes + 1) * self.chunk_bytes, at + SEGMENT_BYTES)
-            whole = stop - at == end - start
-            pieces.append(
-                SegmentPart(position, index, at, stop, at - start, whole, self._place(index))
-            )
+            pieces.append(SegmentPart(index, at, stop, at - start, self._place(index)))
             at = stop
         return pieces
 

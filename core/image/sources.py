@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierfall.core.image.segments import Segment, SegmentPart
-from tierfall.core.image.targets import RegionTargets
-from tierfall.core.runtime.memory_copies import MemoryCopies
+from tierfall.core.runtime.memory_copies import MemoryCopies, copy_on_host
 from tierfall.core.runtime.pinned import cut_at, locked_bounds
 from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.state.view import StateView
@@ -32,7 +31,10 @@ _READ = torch.empty(0, device="cpu")
 """Stands for a tensor that is dropped."""
 _VERSION = attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
+_IS_CPU = attrgetter("is_cpu")
 Offsets = NDArray[np.uint64]
+SMALL_BYTES = 256 << 10
+"""Longer parts are copied by torch, which has several threads."""
 
 
 class TensorSources:
@@ -82,35 +84,26 @@ class TensorSources:
     # Reading ---------------------------------------------------------------------------------------
 
     def copy(
-        self, segment: Segment, targets: RegionTargets, *, stream: CopyStream | None = None
+        self, segment: Segment, data: torch.Tensor, *, stream: CopyStream | None = None
     ) -> None:
-        """Copy a segment to its position in the region. ``stream`` is its device's: this call, in that stream's work,
-        waits for no copy."""
+        """Copy a segment to its position in ``data``, the bytes of the image behind its header. ``stream`` is its
+        device's: this call, in that stream's work, waits for no copy."""
         to, of, non_blocking = [], [], stream is not None
-        if stream is not None:
-            segment = self._copy_memory(segment, targets.data, segment.columns[1], stream)
         bounds = locked_bounds()
         with torch.inference_mode(False), torch.no_grad():
-            for piece in segment:
-                source = self._held(piece.index)
-                if not source.is_cpu:
-                    place = targets.flat(piece.start, piece.end)
-                    plain = self._plain[piece.index]
+            for piece in self._copy_memory(segment, data, segment.columns[1], stream):
+                source, place = self._held(piece.index), data[piece.start : piece.end]
+                plain = self._plain[piece.index]
+                if source.is_cpu and plain:
+                    to.append(place)
+                    of.append(_bytes_of(source, piece))
+                elif source.is_cpu:
+                    copy_whole(place, source, non_blocking=non_blocking)
+                else:
                     found = _bytes_of(source, piece) if plain else to_bytes(source)
                     for start, end in cut_at(bounds, place.data_ptr(), place.numel()):
                         to.append(place[start:end])
                         of.append(found[start:end])
-                elif not self._plain[piece.index]:
-                    place = targets.flat(piece.start, piece.end)
-                    copy_whole(place, source, non_blocking=non_blocking)
-                elif piece.whole:
-                    if source.dtype is torch.bool:
-                        source = source.view(torch.uint8)  # any byte survives
-                    to.append(targets.typed_view(piece.position, source))
-                    of.append(source)
-                else:
-                    to.append(targets.flat(piece.start, piece.end))
-                    of.append(_bytes_of(source, piece))
             if len(to) == 1:
                 to[0].copy_(of[0], non_blocking=non_blocking)
             elif to:
@@ -132,27 +125,42 @@ class TensorSources:
                     copy_whole(target, source)
 
     def _copy_memory(
-        self, segment: Segment, memory: torch.Tensor, offsets: Offsets, stream: CopyStream
+        self,
+        segment: Segment,
+        memory: torch.Tensor,
+        offsets: Offsets,
+        stream: CopyStream | None,
     ) -> Segment:
-        """Enqueue the copies of plain tensors in one call, where that is possible; return the other parts."""
+        """Copy plain tensors by address, or enqueue that in one call, where that is possible; return the other parts.
+        In host memory only small ones: torch uses several threads for others."""
         numbers, _, sizes, starts = segment.columns
         chosen = self._is_plain[numbers]
-        if not chosen.any() or not stream.copies_memory(memory):
+        if stream is None:
+            chosen &= sizes <= SMALL_BYTES
+        if not chosen.any() or not (stream is None or stream.copies_memory(memory)):
             return segment
         numbers = numbers[chosen]
-        self._check_addresses(np.unique(numbers))
+        different = np.unique(numbers)
+        tensors = [self._tensors[index] for index in different.tolist()]
+        if stream is None:
+            tensors = [*map(torch.Tensor.detach, tensors)]  # alive until the copies are made
+            if not all(map(_IS_CPU, tensors)):
+                return segment
+        self._check_addresses(tensors, different)
         copies = MemoryCopies(
             targets=offsets[chosen] + np.uint64(memory.data_ptr()),
             sources=np.frombuffer(self.pointers, dtype=np.uint64)[numbers] + starts[chosen],
             sizes=sizes[chosen],
             on_device=memory.is_cuda,
         )
-        stream.copy_memory(copies)
+        if stream is None:
+            copy_on_host(copies)
+        else:
+            stream.copy_memory(copies)
         return Segment(compress(segment, ~chosen))
 
-    def _check_addresses(self, numbers: Offsets) -> None:
+    def _check_addresses(self, tensors: Sequence[torch.Tensor], numbers: Offsets) -> None:
         """Raise StateChangedError where memory was replaced: it may not be there any more."""
-        tensors = [self._tensors[index] for index in numbers.tolist()]
         now = np.fromiter(map(_ADDRESS, tensors), dtype=np.uint64, count=len(tensors))
         changed = now != np.frombuffer(self.pointers, dtype=np.uint64)[numbers]
         if changed.any():

@@ -1,4 +1,4 @@
-"""Python objects from an image: ``prepare`` allocates their memory before it is read, ``build`` makes the objects
+"""Python objects from an image: ``prepare`` allocates their memory before it is read, and returns what makes them
 after.
 
 Sizes are those of the header, which were checked against the size of the image. The same tensor of the image on one
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,6 @@ from tierfall.core.image.tree import (
     MapNode,
     ModuleNode,
     Node,
-    ObjectNode,
     OptimizerNode,
     PiecesNode,
     QuantizedNode,
@@ -38,6 +38,8 @@ from tierfall.core.tensors.value_codec import MAPPING_TYPES, Contents
 from tierfall.core.types.errors import IntegrityError, RestoreError
 
 CPU = torch.device("cpu")
+Make = Callable[[], Any]
+"""Makes an object, once the bytes of its tensors are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,28 +107,34 @@ class Builder:
             self._laid_out[position, device] = found
         return found
 
-    def prepare(self, node: Node, device: torch.device, named: str = "") -> None:
-        """Allocate what ``build(node, device)`` will need. ``named`` is the name of the node, for errors.
+    def prepare(self, node: Node, device: torch.device, named: str = "") -> Make:
+        """Allocate the memory of a node; return what makes its object. ``named`` is the name of the node, for errors.
 
         Raises RestoreError where the ranks that saved the node differ in it, or where ``unknown`` does.
         """
-        self._check(node, named)
+        what = f"{self.header.what}: {named}"
         match node:
-            case TensorNode():
-                self.tensor(node.position, device)
+            case ConflictNode():
+                raise RestoreError(f"{what}: {node.reason}")
+            case PiecesNode():
+                raise RestoreError(f"{what}: its bytes are in the images of other ranks")
             case ValueNode():
                 for position in node.blobs:
                     self.flat(position, CPU)
                 contents = Contents(registered=self._check_named)
                 value_codec.decode(self.header.values[node.number], contents)
+                return lambda: self.value(node)
+            case TensorNode():
+                self.tensor(node.position, device)
+                return lambda: self.laid_out(node.position, device)
             case QuantizedNode():
                 self.flat(node.position, device)
-            case WrapperNode():
-                self._prepare_wrapper(node)
-        for name, child in node.named(named):
-            self.prepare(child, CPU if isinstance(node, RandomNode) else device, name)
+        self._check_classes(node)
+        below = CPU if isinstance(node, RandomNode) else device
+        makes = [self.prepare(child, below, name) for name, child in node.named(named)]
+        return lambda: self._from_parts(node, device, makes)
 
-    def _check(self, node: Node, name: str) -> None:
+    def _check_classes(self, node: Node) -> None:
         match node:
             case CodecNode() if self.codec(node.name) is None:
                 self.unknown(builtin_codecs.unknown_value(node.name, None))
@@ -134,12 +142,8 @@ class Builder:
                 for key, _ in node.entries:
                     if type(key) is UnknownValue:
                         self.unknown(key)
-            case ConflictNode():
-                raise RestoreError(f"{self.header.what}: {name}: {node.reason}")
-            case PiecesNode():
-                raise RestoreError(
-                    f"{self.header.what}: {name}: its bytes are in the images of other ranks"
-                )
+            case WrapperNode():
+                self._prepare_wrapper(node)
 
     def _check_named(self, name: str, value: object) -> object:
         """Check that the class or codec that a value names is there; the value has no contents yet."""
@@ -149,54 +153,43 @@ class Builder:
 
     # ---- after the bytes
 
-    def build(self, node: Node, device: torch.device) -> Any:
-        """Return the object of a prepared node."""
+    def _from_parts(self, node: Node, device: torch.device, makes: Sequence[Make]) -> Any:
+        """Return the object of a prepared node; ``makes`` make those of its children."""
+        if isinstance(node, WrapperNode):
+            *inner, shape = makes
+            parts = zip(node.attributes, (make() for make in inner), strict=True)
+            return self._wrapper(node, dict(parts), shape)
+        built = [make() for make in makes]
         match node:
             case MapNode():
                 result = MAPPING_TYPES[node.kind]()
-                for key, child in node.entries:
-                    result[key] = self.build(child, device)
+                for (key, _), value in zip(node.entries, built, strict=True):
+                    result[key] = value
                 return result
             case SequenceNode():
-                built = [self.build(child, device) for child in node.nodes]
                 return tuple(built) if node.is_tuple else built
             case ModuleNode():
-                return OrderedDict((k, self.build(child, device)) for k, _, child in node.entries)
+                return OrderedDict(zip((key for key, _, _ in node.entries), built, strict=True))
             case OptimizerNode():
-                return self._optimizer(node, device)
-        return self._leaf(node, device)
-
-    def _leaf(self, node: Node, device: torch.device) -> Any:
-        match node:
-            case TensorNode():
-                return self.laid_out(node.position, device)
-            case ValueNode():
-                return self.value(node)
-            case ObjectNode():
-                return self.build(node.state, device)
-            case RandomNode():
-                return self.build(node.state, CPU)
+                return self._optimizer(node, built)
             case QuantizedNode():
-                return self._quantized(node, device)
-            case WrapperNode():
-                built = [self.build(child, device) for child in node.tensors]
-                return self._wrapper(node, dict(zip(node.attributes, built, strict=True)))
+                return self._quantized(node, device, built[0])
             case CodecNode():
-                return self.registered(node.name, self.build(node.state, device))
-        raise AssertionError(f"no object can be built from {node}")
+                return self.registered(node.name, built[0])
+        return built[0]  # of an object, or the random state
 
-    def _optimizer(self, node: OptimizerNode, device: torch.device) -> dict[str, Any]:
-        groups = []
-        for numbers, child in node.groups:
-            groups.append({**self.build(child, device), "params": list(numbers)})
-        state = {
-            key if isinstance(key, int) else key[0]: self.build(child, device)
-            for key, child in node.state
-        }
+    def _optimizer(self, node: OptimizerNode, built: Sequence[Any]) -> dict[str, Any]:
+        groups = [
+            {**group, "params": list(numbers)}
+            for (numbers, _), group in zip(node.groups, built, strict=False)
+        ]
+        keys = (key if isinstance(key, int) else key[0] for key, _ in node.state)
+        state = dict(zip(keys, built[len(groups) :], strict=True))
         return {"state": state, "param_groups": groups}
 
-    def _quantized(self, node: QuantizedNode, device: torch.device) -> torch.Tensor:
-        parameters = self.build(node.parameters, device)
+    def _quantized(
+        self, node: QuantizedNode, device: torch.device, parameters: Any
+    ) -> torch.Tensor:
         try:
             tensor = _empty_quantized(
                 self.header.tensors[node.position], node, parameters, device=device
@@ -214,12 +207,12 @@ class Builder:
         if wrappers.find_wrapper(node.class_name) is None:
             self.unknown(_unknown_wrapper(node, None))
 
-    def _wrapper(self, node: WrapperNode, inner: dict[str, torch.Tensor]) -> Any:
+    def _wrapper(self, node: WrapperNode, inner: dict[str, torch.Tensor], shape: Make) -> Any:
         kind = wrappers.find_wrapper(node.class_name)
         if kind is None:
             return self.unknown(_unknown_wrapper(node, inner))
         try:
-            return wrappers.put_together(kind, inner, self.value(node.shape))
+            return wrappers.put_together(kind, inner, shape())
         except RestoreError as error:
             return self.unknown(_unknown_wrapper(node, inner, str(error)))
 

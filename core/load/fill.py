@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from tierfall.core.image.tree import (
     positions_of,
     walk,
 )
-from tierfall.core.load.build import CPU
+from tierfall.core.load.build import CPU, Make
 from tierfall.core.load.choices import Blob, Choices, plain_value, renamed, value_blobs
 from tierfall.core.load.fill_optimizer import OptimizerFiller
 from tierfall.core.load.plan import ReadPlan, RestoreWork, Setter, assigned, live_parts
@@ -63,6 +64,7 @@ _COMPARED_MAPPINGS = (dict, OrderedDict)
 """Their keys are names that a program chose. The keys of a Counter are data."""
 
 
+@dataclass(slots=True)
 class ValueFiller:
     """Plans one plain value as part of a restore: it is replaced as a whole, except for skipped entries. ``live`` is
     the state's value under ``name``; ``set_value`` replaces it.
@@ -71,45 +73,61 @@ class ValueFiller:
     are replaced.
     """
 
-    def __init__(
-        self,
-        work: RestoreWork,
-        node: ValueNode | CodecNode,
-        live: Any,
-        set_value: Setter,
-        name: str,
-    ) -> None:
-        self._work = work
-        self._node = node
-        self._live = live
-        self._set_value = set_value
-        self._name = name
+    _work: RestoreWork
+    _node: ValueNode | CodecNode
+    _live: Any
+    _set_value: Setter
+    _name: str
+    _make: Make = field(init=False)
 
     def plan(self) -> None:
-        work, node = self._work, self._node
+        work, node, live = self._work, self._node, self._live
         try:
-            work.builder.prepare(node, CPU)
+            self._make = work.builder.prepare(node, CPU)
         except RestoreError as error:  # a class that is not imported, for example
             reason = str(error).removeprefix("restore: ")
             work.report.refuses(self._name, f"{reason}; skip=[{self._name!r}] leaves it unchanged")
             return
-        stored = plain_value(work.header, node) if isinstance(node, ValueNode) else None
-        if isinstance(node, ValueNode):
-            if isinstance(self._live, dict | list | set):
-                work.note_object(self._live, self._name, work.header.values[node.number])
-            if node.blobs:
-                self._share(value_blobs(work.header, node), self._live, self._name)
-        self._compare_keys(stored, self._live, self._name)
-        if holds_tensors(self._live):
-            self._compare_objects(stored, self._live, self._name)
-            work.assignments.append(self._assign_plain_entries)
-        else:
-            work.assignments.append(self._assign)
+        if isinstance(node, ValueNode) and isinstance(live, dict | list | set):
+            work.note_object(live, self._name, work.header.values[node.number])
+        stored = value_blobs(work.header, node) if isinstance(node, ValueNode) else None
+        self._compare(stored, live, self._name)
+        has_others = holds_tensors(live)
+        work.assignments.append(self._assign_plain_entries if has_others else self._assign)
 
     # ---- before the bytes
 
+    def _compare(self, stored: Any, live: Any, name: str, *, keys: bool = True) -> None:
+        """Compare a value, and what is in it, with that of the state, and record the arrays and generators that are
+        changed in place. Report tensors and objects that the checkpoint lacks; the keys of a mapping unless it is in a
+        list (``keys``)."""
+        if isinstance(stored, Blob):
+            self._work.matcher.share(self._node.own_positions()[stored.number], live, name)
+        if type(live) in value_codec.MAPPINGS and type(stored) in value_codec.MAPPINGS:
+            self._compare_entries(stored, live, name, keys=keys)
+        elif holds_tensors(live) and stored in ([], ()):
+            self._work.extra(live, name)
+        elif holds_tensors(live):
+            kind = with_article(type(live).__qualname__)
+            self._work.report.differs(name, "a plain value", kind)
+        elif type(live) in (list, tuple) and type(live) is type(stored):
+            for index, (below, child) in enumerate(zip(stored, live, strict=False)):
+                self._compare(below, child, f"{name}.{index}", keys=False)
+
+    def _compare_entries(self, stored: Any, live: Any, name: str, *, keys: bool) -> None:
+        if keys:
+            self._compare_keys(stored, live, name)
+        for key, child in live.items():
+            if self._is_skipped(name, key):
+                continue
+            below = names.join(name, names.component(key))
+            if key in stored:
+                self._compare(stored[key], child, below, keys=keys)
+            elif holds_tensors(child):
+                self._work.extra(child, below)
+
     def _compare_keys(self, stored: Any, live: Any, name: str) -> None:
-        """Compare the keys of a plain dict with those in the checkpoint, and of the dicts in it.
+        """Compare the keys of a plain dict with those in the checkpoint.
 
         Keys that only the checkpoint has are restored: the program added them after its start. Keys that only the state
         has are removed by the restore. That is an error at the start of a program. After training it is allowed, since
@@ -131,44 +149,6 @@ class ValueFiller:
                 report.absent(names.join(name, names.component(key)))
         elif only_live and stored and len(plain) == len(live):
             self._work.assignments.append(lambda: _log_removed(only_live, name))
-        for key, below in self._common(stored, plain, name):
-            self._compare_keys(stored[key], live[key], below)
-
-    def _share(self, stored: Any, live: Any, name: str) -> None:
-        """Record the arrays and generators of ``live`` that are changed in place."""
-        if isinstance(stored, Blob):
-            assert isinstance(self._node, ValueNode), "a blob of no value"
-            self._work.matcher.share(self._node.blobs[stored.number], live, name)
-        elif type(live) is not type(stored):
-            return
-        elif type(live) in value_codec.MAPPINGS:
-            for key, below in self._common(stored, live, name):
-                self._share(stored[key], live[key], below)
-        elif type(live) in (list, tuple):
-            for index, (below, child) in enumerate(zip(stored, live, strict=False)):
-                self._share(below, child, f"{name}.{index}")
-
-    def _compare_objects(self, stored: Any, live: Any, name: str) -> None:
-        """Report the tensors and objects of ``live`` that the plain value in the checkpoint lacks."""
-        if type(live) in value_codec.MAPPINGS and type(stored) in value_codec.MAPPINGS:
-            for key, child in live.items():
-                below = names.join(name, names.component(key))
-                if not holds_tensors(child) or self._is_skipped(name, key):
-                    continue
-                if key in stored:
-                    self._compare_objects(stored[key], child, below)
-                else:
-                    self._work.extra(child, below)
-        elif stored in ([], ()):
-            self._work.extra(live, name)
-        else:
-            self._work.report.differs(name, "a plain value", with_article(type(live).__qualname__))
-
-    def _common(self, stored: Any, keys: Any, name: str) -> Iterator[tuple[Any, str]]:
-        """Yield those of the keys that are also in ``stored`` and not skipped, with their names."""
-        for key in keys:
-            if key in stored and not self._is_skipped(name, key):
-                yield key, names.join(name, names.component(key))
 
     def _is_skipped(self, name: str, key: Any) -> bool:
         return self._work.choices.skipped(names.join(name, names.component(key)))
@@ -176,13 +156,13 @@ class ValueFiller:
     # ---- after the bytes
 
     def _assign(self) -> None:
-        value = self._work.builder.build(self._node, CPU)
+        value = self._make()
         self._keep_skipped(self._live, value, self._name)
         self._set_value(assigned(self._live, value))
 
     def _assign_plain_entries(self) -> None:
         """Replace the plain entries of a dict that holds tensors, too."""
-        live, source = self._live, self._work.builder.build(self._node, CPU)
+        live, source = self._live, self._make()
         if type(live) not in value_codec.MAPPINGS or type(source) not in value_codec.MAPPINGS:
             return
         self._keep_skipped(live, source, self._name)
@@ -194,13 +174,15 @@ class ValueFiller:
         """Copy the skipped entries of ``live`` into the mapping that replaces it."""
         if type(live) not in value_codec.MAPPINGS or type(value) not in value_codec.MAPPINGS:
             return
-        for key, below in self._common(value, live, name):
-            self._keep_skipped(live[key], value[key], below)
-        for key in [each for each in {**value, **live} if self._is_skipped(name, each)]:
-            if key in live:
-                value[key] = live[key]
-            else:
-                del value[key]
+        for key in {**value, **live}:
+            below = names.join(name, names.component(key))
+            if self._work.choices.skipped(below):
+                if key in live:
+                    value[key] = live[key]
+                else:
+                    del value[key]
+            elif key in value and key in live:
+                self._keep_skipped(live[key], value[key], below)
 
 
 def _are_identifiers(keys: Sequence[Any]) -> bool:
@@ -345,17 +327,15 @@ class ModuleFiller:
             return
         builder = self._work.builder
         if not builder.header.merged or isinstance(node, QuantizedNode):
-            builder.prepare(node, live.device)
-            self._rest[key] = lambda: as_dtensor_like(live, builder.build(node, live.device))
+            make = builder.prepare(node, live.device)
+            self._rest[key] = lambda: as_dtensor_like(live, make())
             return
         made = self._work.block_like(node.position, live, live.device, name)
         if made is not None:
             self._rest[key] = lambda: made
 
     def _through_load(self, key: str, node: Node, device: torch.device) -> None:
-        builder = self._work.builder
-        builder.prepare(node, device)
-        self._rest[key] = lambda: builder.build(node, device)
+        self._rest[key] = self._work.builder.prepare(node, device)
 
     def _extra_state(self, key: str, owner: nn.Module, node: Node, live: Any) -> None:
         """Restore what ``get_extra_state`` returned. A tensor in it may have another shape than the saved one."""
@@ -363,9 +343,8 @@ class ModuleFiller:
         if type(owner).set_extra_state is nn.Module.set_extra_state:
             self._through_load(key, node, device)
             return
-        builder = self._work.builder
-        builder.prepare(node, device)
-        self._work.assignments.append(lambda: owner.set_extra_state(builder.build(node, device)))
+        make = self._work.builder.prepare(node, device)
+        self._work.assignments.append(lambda: owner.set_extra_state(make()))
 
     # ---- after the bytes
 
@@ -471,8 +450,8 @@ class _Filler:
     def top(self, state: Mapping[Any, object], tree: MapNode) -> None:
         random = [n for _, n in tree.entries if isinstance(n, RandomNode)]
         if random and rng.ENTRY not in state and self.choices.has(rng.ENTRY):
-            self.builder.prepare(random[0], CPU)
-            self.work.final_actions.append(lambda: rng.apply(self.builder.build(random[0], CPU)))
+            make = self.builder.prepare(random[0], CPU)
+            self.work.final_actions.append(lambda: rng.apply(make()))
         self._mapping(tree, state, "")
 
     def visit(self, node: Node, live: Any, set_value: Setter, name: str) -> None:
@@ -652,8 +631,8 @@ class _Filler:
                     "the checkpoint has a sharded tensor: put one that is sharded like it there first",
                 )
             else:
-                self.builder.prepare(node, CPU, name)
-                self.work.assignments.append(lambda: set_value(self.builder.build(node, CPU)))
+                make = self.builder.prepare(node, CPU, name)
+                self.work.assignments.append(lambda: set_value(make()))
             return
         if isinstance(live, nn.Parameter):
             self.work.filled_parameters.append(live)
@@ -687,10 +666,8 @@ class _Filler:
                 f"the checkpoint has a scaler that was disabled; skip=[{name!r}] starts with a new one",
             )
             return
-        self.builder.prepare(node, CPU)
-        self.work.state_loads.append(
-            lambda: load_state_dict(live, self.builder.build(node, CPU), name)
-        )
+        make = self.builder.prepare(node, CPU)
+        self.work.state_loads.append(lambda: load_state_dict(live, make(), name))
         if type(live).__module__.startswith("torchdata.stateful_dataloader"):
             # state_dict creates its iterator now. In the training loop that would draw from the random state, which is
             # set after this.

@@ -7,7 +7,7 @@ where device, dtype and shape are equal, and replaced otherwise. State that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from tierfall.core.image.tree import (
     WrapperNode,
     leaves,
 )
-from tierfall.core.load.build import CPU
+from tierfall.core.load.build import CPU, Make
 from tierfall.core.load.match import can_resize, part_of, plan_common, shape_of_state
 from tierfall.core.load.plan import RestoreWork, assigned
 from tierfall.core.state import optimizers
@@ -238,13 +238,8 @@ class OptimizerFiller:
                 work.matcher.tensor(child.position, value, f"{name}.{names.component(key)}")
                 continue
             device = value.device if isinstance(value, torch.Tensor) else CPU
-            self._builder.prepare(child, device)
-            work.assignments.append(partial(self._set_in_group, live, key, child, device))
-
-    def _set_in_group(
-        self, live: dict[str, Any], key: Any, node: Node, device: torch.device
-    ) -> None:
-        live[key] = assigned(live.get(key), self._builder.build(node, device))
+            make = self._builder.prepare(child, device)
+            work.assignments.append(partial(_set_entry, live, key, make))
 
     # ---- state
 
@@ -266,12 +261,10 @@ class OptimizerFiller:
             return
         live = self._live.state.get(key)
         if not isinstance(node, MapNode) or not isinstance(live, dict | None):
-            self._builder.prepare(node, device)
-            self._work.assignments.append(
-                lambda: self._replace(key, self._builder.build(node, device))
-            )
+            make_all = self._builder.prepare(node, device)
+            self._work.assignments.append(partial(_set_entry, self._live.state, key, make_all))
             return
-        made: dict[Any, Callable[[], Any] | None] = {}
+        made: dict[Any, Make | None] = {}
         for entry, child in node.entries:
             below = f"{name}.{names.component(entry)}"
             if choices.selects_at_or_below(below):
@@ -290,7 +283,7 @@ class OptimizerFiller:
         live: Any,
         device: torch.device,
         name: str,
-    ) -> Callable[[], Any] | None:
+    ) -> Make | None:
         """Plan one entry of the state of ``parameter``, which is ``saved`` in the image. Return what makes it once the
         bytes are read; None if the existing tensor ``live`` is filled."""
         builder = self._builder
@@ -302,8 +295,7 @@ class OptimizerFiller:
             return None
         if not isinstance(node, TensorNode):
             self._check_shape(entry, node, parameter, saved, name)
-            builder.prepare(node, device)
-            return lambda: builder.build(node, device)
+            return builder.prepare(node, device)
         stored = builder.header.tensors[node.position]
         if stored.piece is not None and not is_block(parameter, stored.piece):
             part = "another block, or none" if is_sharded(parameter) else "the whole"
@@ -320,14 +312,14 @@ class OptimizerFiller:
         ):
             block = self._work.block_like(node.position, parameter, device, name)
             return lambda: block
-        builder.prepare(node, device)
+        make = builder.prepare(node, device)
         if stored.piece is not None:
-            return lambda: as_dtensor_like(parameter, builder.build(node, device))
+            return lambda: as_dtensor_like(parameter, make())
         if saved is None or (stored.shape, stored.strides) == (saved.shape, saved.strides):
             # Optimizers create state with the strides of its parameter, and fused ones iterate over both in memory
             # order: state that was saved so gets the strides of the parameter now.
             return lambda: laid_out_as(parameter, builder.tensor(node.position, device))
-        return lambda: builder.build(node, device)
+        return make
 
     def _check_shape(
         self, entry: Any, node: Node, parameter: Any, stored: StoredTensor | None, name: str
@@ -428,7 +420,7 @@ class OptimizerFiller:
             and tuple(live.shape) == stored.shape
         )
 
-    def _renew(self, key: Any, made: Mapping[Any, Callable[[], Any] | None], whole: bool) -> None:
+    def _renew(self, key: Any, made: Mapping[Any, Make | None], whole: bool) -> None:
         live = self._live.state[key]
         renewed = {entry: live[entry] if make is None else make() for entry, make in made.items()}
         if whole:
@@ -447,9 +439,6 @@ class OptimizerFiller:
         except Exception as error:
             raise RestoreError(f"restore: __setstate__ of {self._name} failed: {error}") from error
 
-    def _replace(self, key: Any, value: Any) -> None:
-        self._live.state[key] = assigned(self._live.state.get(key), value)
-
     def _remove_others(self, kept: set[Any]) -> None:
         for key in list(self._live.state):
             known = id(key) if isinstance(key, torch.Tensor) else key
@@ -464,6 +453,10 @@ class OptimizerFiller:
             else (self._numbering.state_name(number) if number is not None else "%")
         )
         return f"{self._name}.state.{part}"
+
+
+def _set_entry(live: Any, key: Any, make: Make) -> None:
+    live[key] = assigned(live.get(key), make())
 
 
 def _update(live: dict[str, Any], values: dict[Any, Any]) -> None:

@@ -65,11 +65,11 @@ def plan_load(
         if stored.shape != stored.whole_shape:
             raise RestoreError(f"load of {header.what}: {stored.name} is a block of a tensor")
     builder = _LenientBuilder(header)
-    builder.prepare(tree, device)
+    make = builder.prepare(tree, device)
     loaded: dict[Any, Any] = {}
 
     def build() -> None:
-        loaded.update(builder.build(tree, device))
+        loaded.update(make())
         for name, reason in builder.reasons.items():
             logger.warning("load: each value of %s is a tierfall.UnknownValue: %s", name, reason)
 

@@ -188,12 +188,11 @@ class TensorMatcher:
         if scheme != node.scheme:
             self._report.differs(name, node.scheme, scheme)
             return
-        self._builder.prepare(node, live.device)
+        make = self._builder.prepare(node, live.device)
 
         def copy() -> None:
-            built = self._builder.build(node, live.device)
             # copy_ does not support all schemes. The tensor object stays and gets new memory.
-            live.data = built
+            live.data = make()
 
         self.copies.append(copy)
 

@@ -59,7 +59,7 @@ extern "C" __global__ void copy_all(
 
 
 class MemoryCopies(NamedTuple):
-    """Copies from ``sources`` on a device to ``targets`` of ``sizes`` bytes: three arrays of the same length. The
+    """Copies from ``sources`` to ``targets`` of ``sizes`` bytes: three arrays of the same length. The
     targets are in host memory, or ``on_device``."""
 
     targets: Addresses
@@ -81,6 +81,17 @@ class _CopyAttributes(ctypes.Structure):
         ("target", _Location),
         ("flags", ctypes.c_uint),
     )
+
+
+_memmove = ctypes.PyDLL(None).memmove
+"""Without releasing Python's lock: to take it again may take longer than a small copy."""
+_memmove.argtypes, _memmove.restype = (ctypes.c_size_t,) * 3, None
+
+
+def copy_on_host(copies: MemoryCopies) -> None:
+    """Make small copies from host memory to host memory on this thread."""
+    for target, source, size in zip(*(column.tolist() for column in copies[:3]), strict=True):
+        _memmove(target, source, size)
 
 
 def can_copy(device: torch.device, *, on_device: bool) -> bool:

@@ -60,32 +60,23 @@ class _AlignedLines(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """The lines of one random draw: the range of each line (``lines_of``), its byte offset there (``lines_at``), the
-    groups of lines by alignment in the image's data, and the lines that the barrier reads (``now``). Of the ranges all
-    of whose lines are read, ``bytes_of`` and ``bytes_at`` are the bytes that are in no line. Valid for ranges whose
-    addresses have these ``remainders`` modulo LINE_BYTES."""
+    """The lines of one random draw, for ranges at these ``addresses``: the range of each line (``lines_of``), its byte
+    offset there (``lines_at``), the groups of lines by alignment in the image's data, and the lines that the barrier
+    reads (``now``). Of the ranges all of whose lines are read, ``bytes_of`` and ``bytes_at`` are the bytes that are in
+    no line. ``lines`` and ``bytes`` are the places of both in ``memory``."""
 
-    remainders: Integers
+    addresses: Integers
+    memory: ProcessMemory
     lines_of: Integers
     lines_at: Integers
     groups: tuple[_AlignedLines, ...]
     in_order: int
     """The number of leading lines that are contiguous in the image too: those of ``groups``."""
-    now: Integers
+    now: torch.Tensor
     bytes_of: Integers
     bytes_at: Integers
-
-
-@dataclass(frozen=True, slots=True)
-class _PlacedDraw:
-    """A draw for ranges at these ``addresses``: the places of its lines and bytes in ``memory``."""
-
-    addresses: Integers
-    memory: ProcessMemory
-    draw: _Draw
     lines: torch.Tensor
     bytes: torch.Tensor
-    now: torch.Tensor
 
 
 class SamplePlan:
@@ -103,50 +94,31 @@ class SamplePlan:
         self._sizes = np.array([p.bytes for p in self._ranges], dtype=np.int64)
         self._ordered = sum(p.order is None for p in self._ranges)
         self._uses = 0
-        self._placed: _PlacedDraw | None = None
+        self._drawn: _Draw | None = None
         """The draw of the last read: usually that of the next one."""
 
     def read(self, pointers: array[int]) -> Samples | None:
         """Read the samples; ``pointers`` are addresses by tensor number. None if there are no ranges."""
         if not self._ranges:
             return None
-        placed = self._placed
+        draw = self._drawn
         addresses = addresses_of(pointers, self.numbers) + self._offsets
-        if placed is None or not np.array_equal(placed.addresses, addresses):
-            draw = None if placed is None else placed.draw
-            placed = self._placed = self._place(addresses, draw)
+        if draw is None or not np.array_equal(draw.addresses, addresses):
+            draw = self._drawn = self._draw(addresses)
         with torch.inference_mode(False), torch.no_grad():
-            lines = placed.memory.lines.index_select(0, placed.lines)
-            beside = placed.memory.bytes.index_select(0, placed.bytes)
-        return Samples(self, placed, lines, beside)
+            lines = draw.memory.lines.index_select(0, draw.lines)
+            beside = draw.memory.bytes.index_select(0, draw.bytes)
+        return Samples(self, draw, lines, beside)
 
     def count_use(self) -> None:
         """Count a compared image. After DRAW_SERVES of them other lines are drawn, so that a change with a regular
         pattern is not missed every time."""
-        placed = self._placed
         self._uses += 1
-        if placed is None or self._uses % DRAW_SERVES != 1:
-            return
-        self._placed = self._place(placed.addresses, None)
+        if (draw := self._drawn) is not None and self._uses % DRAW_SERVES == 1:
+            self._drawn = self._draw(draw.addresses)
 
-    def _place(self, addresses: Integers, draw: _Draw | None) -> _PlacedDraw:
-        remainders = addresses % LINE_BYTES
-        if draw is None or not np.array_equal(draw.remainders, remainders):
-            draw = self._draw(remainders)
-        memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
-        offsets = addresses - memory.low
-        lines = (offsets[draw.lines_of] + draw.lines_at) // LINE_BYTES
-        return _PlacedDraw(
-            addresses=addresses,
-            memory=memory,
-            draw=draw,
-            lines=torch.from_numpy(lines),
-            bytes=torch.from_numpy(offsets[draw.bytes_of] + draw.bytes_at),
-            now=torch.from_numpy(lines[draw.now]),
-        )
-
-    def _draw(self, remainders: Integers) -> _Draw:
-        head = np.minimum(-remainders % LINE_BYTES, self._sizes)
+    def _draw(self, addresses: Integers) -> _Draw:
+        head = np.minimum(-addresses % LINE_BYTES, self._sizes)
         whole = (self._sizes - head) // LINE_BYTES
         counts = np.minimum(whole, self._lines)
         lines_of, nth = enumerate_groups(counts)
@@ -158,15 +130,21 @@ class SamplePlan:
         bytes_of, at = enumerate_groups(beside)
         bytes_at = np.where(at < head[bytes_of], at, at + whole[bytes_of] * LINE_BYTES)
         in_order = int(counts[: self._ordered].sum())
+        memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
+        offsets = addresses - memory.low
+        now = np.flatnonzero(nth % np.maximum(1, counts[lines_of] // NOW_LINES) == 0)
         return _Draw(
-            remainders=remainders,
+            addresses=addresses,
+            memory=memory,
             lines_of=lines_of,
             lines_at=lines_at,
             groups=_grouped((self._starts[lines_of] + lines_at)[:in_order]),
             in_order=in_order,
-            now=np.flatnonzero(nth % np.maximum(1, counts[lines_of] // NOW_LINES) == 0),
+            now=torch.from_numpy(now),
             bytes_of=bytes_of,
             bytes_at=bytes_at,
+            lines=torch.from_numpy((offsets[lines_of] + lines_at) // LINE_BYTES),
+            bytes=torch.from_numpy(offsets[bytes_of] + bytes_at),
         )
 
     def _move_to_element_order(
@@ -206,13 +184,13 @@ class Samples:
     """The lines, and the bytes beside them, that were read of one state."""
 
     _plan: SamplePlan
-    _placed: _PlacedDraw
+    _draw: _Draw
     _lines: torch.Tensor
     _bytes: torch.Tensor
 
     def changed_in(self, data: torch.Tensor) -> list[int]:
         """The numbers of the tensors that differ from an image's ``data``, flat uint8."""
-        draw = self._placed.draw
+        draw = self._draw
         found: set[int] = set()
         lines = self._lines.view(torch.uint8)
         for first, last, remainder, rows in draw.groups:
@@ -233,19 +211,19 @@ class Samples:
 
     def changed_now(self) -> list[int]:
         """The numbers of the tensors whose live memory, which must still be mapped, differs in a few lines of each."""
-        placed = self._placed
+        draw = self._draw
         with torch.inference_mode(False), torch.no_grad():
-            lines = placed.memory.lines.index_select(0, placed.now)
-            at_save = self._lines.index_select(0, torch.from_numpy(placed.draw.now))
+            lines = draw.memory.lines.index_select(0, draw.lines[draw.now])
+            at_save = self._lines.index_select(0, draw.now)
             if torch.equal(lines, at_save):
                 return []
-            ranges = placed.draw.lines_of[placed.draw.now]
+            ranges = draw.lines_of[draw.now.numpy()]
             return self._numbers(_numbers_where(ranges, (lines != at_save).any(1)))
 
     def differ_from(self, others: Samples) -> list[int]:
         """The numbers of the tensors that differ from samples of the same draw, read at another time."""
-        draw = self._placed.draw
-        assert draw is others._placed.draw, "samples of different draws cannot be compared"
+        draw = self._draw
+        assert draw is others._draw, "samples of different draws cannot be compared"
         found = _numbers_where(draw.lines_of, (self._lines != others._lines).any(1))
         return self._numbers(found | _numbers_where(draw.bytes_of, self._bytes != others._bytes))
 

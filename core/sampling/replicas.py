@@ -215,20 +215,11 @@ class _ReplicaSums:
 
     @classmethod
     def begin(cls, stream: CopyStream, entries: _ReplicaColumns, view: StateView) -> _ReplicaSums:
-        parts = [
-            SegmentPart(
-                position=row,
-                index=int(number),
-                start=0,
-                end=int(size),
-                source_start=0,
-                whole=True,
-                place=0,
-            )
-            for row, (number, size) in enumerate(zip(entries.numbers, entries.sizes, strict=True))
-        ]
+        columns = zip(entries.numbers.tolist(), entries.sizes.tolist(), strict=True)
+        parts = [SegmentPart(number, 0, size, 0, 0) for number, size in columns]
         ranges = DeviceRanges(parts, view)
-        order = np.array([part.position for part in ranges.parts])
+        rows = {number: row for row, number in enumerate(entries.numbers.tolist())}
+        order = np.array([rows[part.index] for part in ranges.parts])
         return cls(entries.only(order), ranges.begin(stream, view, "the ranks"))
 
     def digests(self) -> ReplicaDigests | None:

@@ -5,7 +5,7 @@ The walk unwraps it; a restore assigns plain values through it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -68,20 +68,24 @@ def unwrap(value: object) -> object:
     return value
 
 
-def visit_state(value: object, name: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
-    """Yield a value of a state and what is in its plain containers and wrappers, each with its name. A key that no
-    checkpoint can have is left out: the walk refuses it, with its path."""
+def visit_state(
+    value: object, name: str = "", depth: int = 0, *, without: Collection[object] = ()
+) -> Iterator[tuple[str, object]]:
+    """Yield a value of a state and what is in its plain containers and wrappers, each with its name, except for values
+    of the types ``without``. A key that no checkpoint can have is left out: the walk refuses it, with its path."""
     yield name, value
     if type(value) is Item:
-        yield from visit_state(value.value, name, depth + 1)
+        yield from visit_state(value.value, name, depth + 1, without=without)
     elif depth <= value_codec.DEPTH_MAX:
         is_mapping = type(value) in value_codec.MAPPINGS
         for key, child in value_codec.children(value):
+            if type(child) in without:
+                continue
             try:
                 part = names.component(key) if is_mapping else str(key)
             except builtin_codecs.NotEncodableError:
                 continue
-            yield from visit_state(child, names.join(name, part), depth + 1)
+            yield from visit_state(child, names.join(name, part), depth + 1, without=without)
 
 
 def resize_rules(state: object) -> dict[str, OnResize]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tierfall.core.state.item import Item
+from tierfall.core.state.item import visit_state
 from tierfall.core.state.view import NO_OWNER
 from tierfall.core.tensors import builtin_codecs, tensors, value_codec, wrappers
 from tierfall.core.tensors import names as naming
@@ -303,40 +303,21 @@ def scan_state(
     """Scan all modules and bare parameters of a state. Descends into plain containers only, and calls no user code.
     ``known`` has the tree descriptions of earlier walks, by name."""
     scans = Scans()
-    for key, value in state.items():
-        _find(value, naming.component(key) if _may_name(key) else "", scans, known or {}, 0)
+    for key, entry in state.items():
+        try:
+            top = naming.component(key)
+        except builtin_codecs.NotEncodableError:
+            top = ""  # the walk refuses it, with its path
+        for name, value in visit_state(entry, top, without=_LEAVES):
+            kind = type(value)
+            if isinstance(value, nn.Module) and value_codec.codec_for(kind) is None:
+                if id(value) not in scans.by_module and id(value) not in scans.trees:
+                    scans.add(value, name, known or {})
+            elif kind is nn.Parameter or (
+                isinstance(value, nn.Parameter) and wrappers.is_wrapper(value)
+            ):
+                scans.add_parameters({id(value): name}, [value])
     return scans
-
-
-def _find(
-    value: object,
-    name: str,
-    scans: Scans,
-    known: Mapping[str, KnownModuleTree | None],
-    depth: int,
-) -> None:
-    kind = type(value)
-    if kind is Item:
-        _find(value.value, name, scans, known, depth)  # type: ignore[attr-defined]
-    elif isinstance(value, nn.Module) and value_codec.codec_for(kind) is None:
-        if id(value) not in scans.by_module and id(value) not in scans.trees:
-            scans.add(value, name, known)
-    elif kind is nn.Parameter or (isinstance(value, nn.Parameter) and wrappers.is_wrapper(value)):
-        scans.add_parameters({id(value): name}, [value])
-    elif depth <= value_codec.DEPTH_MAX:
-        is_mapping = kind in value_codec.MAPPINGS
-        for key, child in value_codec.children(value):
-            if type(child) not in _LEAVES and (not is_mapping or _may_name(key)):
-                below = naming.join(name, naming.component(key)) if is_mapping else f"{name}.{key}"
-                _find(child, below, scans, known, depth + 1)
-
-
-def _may_name(key: object) -> bool:
-    try:
-        naming.component(key)
-    except builtin_codecs.NotEncodableError:
-        return False  # the walk refuses it, with its path
-    return True
 
 
 _LEAVES = frozenset({int, float, str, bool, bytes, type(None), torch.Tensor})

@@ -10,8 +10,6 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-import torch
-
 from tests.memory_backend import MemoryBackend
 from tests.rules import retained
 from tests.simulation.door import Answer, Door, Worker
@@ -148,9 +146,6 @@ class FakeRegion:
         self.sealed = False
         self._records: tuple[bytes, bytes] = (b"", b"")
         self.on_peers = False
-
-    def tensor(self) -> torch.Tensor:
-        return torch.frombuffer(self.image, dtype=torch.uint8)
 
     def seal(self, *, manifest: bytes, commit: bytes) -> None:
         self._records = (manifest, commit)

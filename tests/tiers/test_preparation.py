@@ -64,7 +64,7 @@ def test_pages_are_locked_piece_by_piece_and_not_while_an_image_is_filled_there(
     wait_until(lambda: len(locks.made) >= 2, "the other file is locked")
     time.sleep(0.05)
     assert not host.is_prepared
-    start = region.tensor().data_ptr()
+    start = torch.frombuffer(region.image, dtype=torch.uint8).data_ptr()
     assert not any(start <= lock.address < start + 2 * MIB for lock in locks.made)
     region.seal(manifest=b"", commit=b"")
     prepare(host, DEVICE)

@@ -31,7 +31,7 @@ from tierfall.core.image.tree import (
     WrapperNode,
     walk,
 )
-from tierfall.core.load.build import CPU, Builder
+from tierfall.core.load.build import CPU, Builder, Make
 from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.types.errors import BackendError
 from tierfall.core.types.values import ExportFormat
@@ -153,12 +153,12 @@ class _DcpBuilder(_MappedBuilder):
     def _prepare_wrapper(self, node: WrapperNode) -> None:
         pass
 
-    def _wrapper(self, node: WrapperNode, inner: dict[str, torch.Tensor]) -> Any:
+    def _wrapper(self, node: WrapperNode, inner: dict[str, torch.Tensor], shape: Make) -> Any:
         return inner
 
-    def _optimizer(self, node: OptimizerNode, device: torch.device) -> dict[str, Any]:
-        built = super()._optimizer(node, device)
-        return _by_parameter(node, built, _prefix_of(node, self.header.tree))
+    def _optimizer(self, node: OptimizerNode, built: Sequence[Any]) -> dict[str, Any]:
+        state = super()._optimizer(node, built)
+        return _by_parameter(node, state, _prefix_of(node, self.header.tree))
 
 
 def _build(
@@ -177,9 +177,8 @@ def _build(
         path.unlink(missing_ok=True)  # so that nothing remains after a crash
     builder = kind(gathered.header, memory, places)
     gathered.read({position: [builder.flat(position, CPU)] for position in places})
-    for part in parts:
-        builder.prepare(part.node, CPU)
-    built = {part.name: builder.build(part.node, CPU) for part in parts}
+    makes = {part.name: builder.prepare(part.node, CPU) for part in parts}
+    built = {name: make() for name, make in makes.items()}
     return builder, built[parts[0].name] if len(parts) == 1 else built
 
 

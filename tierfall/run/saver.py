@@ -49,7 +49,6 @@ from tierfall.core.image.dedup import ReplicaAssignment, ReplicaDigests, Replica
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
-from tierfall.core.image.targets import TargetCache
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
@@ -118,7 +117,6 @@ class Saver:
         self._walk_cache = WalkCache()
         kept: deque[tuple[Segmentation, CheckPlan]] = deque(maxlen=SEGMENTATIONS_KEPT)
         self._segmentations = kept
-        self._targets = TargetCache()
         self._streams = Streams()
         self._places = CaptureDevices(self._streams, self._open_slab)
         self._pace = RateLimiter(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
@@ -214,8 +212,7 @@ class Saver:
         return lineage.next(step, above=self._session.coordinator.ledger.least_ordinal)
 
     def close(self) -> None:
-        """Release references to host memory, and the device's memory."""
-        self._targets.clear()
+        """Release the device's memory."""
         self._places = CaptureDevices(Streams())
 
     def _request_region(self, place: Lineage, layout: Layout, call: SaveCall) -> RegionRequest:
@@ -231,10 +228,7 @@ class Saver:
             tags=call.tags,
             run=place.run,
         )
-        self._targets.use(layout)
         self._session.tiers.hold_memory()
-        if self._session.memory.loss:
-            self._targets.clear()  # removed files stay in memory as long as there are views
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
         return RegionRequest(
             self._session,
@@ -287,7 +281,6 @@ class Saver:
             for name, value in call.metrics.items()
         }
         filling = ImageCopier(
-            targets=self._targets.of(region.tensor(), layout),
             memory=region.image,
             header=image.header,
             cutting=plan.segments,

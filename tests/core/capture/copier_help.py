@@ -14,7 +14,6 @@ from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
-from tierfall.core.image.targets import RegionTargets
 from tierfall.core.sampling.image_check import CheckPlan
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
@@ -72,7 +71,6 @@ def make(
 
     sources = TensorSources(view, cutting.lazy)
     filling = ImageCopier(
-        targets=RegionTargets(torch.frombuffer(memory, dtype=torch.uint8), layout),
         memory=memoryview(memory),
         header=header,
         cutting=cutting,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from tests.core.capture.lazy_help import (
 from tests.steps import wait_until
 from tierfall.core.capture import barrier
 from tierfall.core.capture.barrier import METHODS
+from tierfall.core.image import sources
+from tierfall.core.runtime.memory_copies import MemoryCopies
 from tierfall.core.types.errors import StateChangedError
 from tierfall.core.types.values import SaveOutcome
 
@@ -143,22 +146,25 @@ def test_memory_whose_tensor_gets_another_one_is_read_to_its_end(
 ) -> None:
     """``.data`` of moments is replaced, which frees what they had, in the middle of the call that copies them."""
     trainer = Trainer()
-    copy, read = torch._foreach_copy_, []
+    copy, read = sources.copy_on_host, []
 
-    def replace_meanwhile(to: Any, of: list[torch.Tensor], **words: Any) -> None:
-        before = [source.data_ptr() for source in of]
+    def replace_meanwhile(copies: MemoryCopies) -> None:
+        places = [*zip(copies.sources.tolist(), copies.sizes.tolist(), strict=True)]
+        before = [ctypes.string_at(*place) for place in places]
         for moments in trainer.optimizer.state.values():
-            moments["exp_avg"].data = torch.zeros(1)
-        assert [source.data_ptr() for source in of] == before, "the copy would read freed memory"
-        read.append(len(of))
-        copy(to, of, **words)
+            tensor, size = moments["exp_avg"], moments["exp_avg"].numel()
+            if tensor.data_ptr() in copies.sources.tolist():
+                tensor.data = torch.zeros(1)
+                read.append(torch.full((size,), 7.0))  # takes the memory, if it is free
+        assert [ctypes.string_at(*place) for place in places] == before, "it was freed"
+        copy(copies)
 
     with tierfall.open(make_config()) as ckpt:
         warmed_up(ckpt, trainer)
         held.hold()
         handle = lazy_save(ckpt, trainer, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "_foreach_copy_", replace_meanwhile)
+            patch.setattr(sources, "copy_on_host", replace_meanwhile)
             held.free.set()
             wait_until(lambda: handle.outcome is not SaveOutcome.PENDING, "the save ends")
         assert read

@@ -19,7 +19,6 @@ from tierfall.core.format.records import Commit, Lineage, Manifest, NamedFile
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
-from tierfall.core.image.targets import RegionTargets
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.reshard import MakePlan
@@ -60,7 +59,6 @@ def checkpoint(
     image = bytearray(layout.image_bytes)
     cutting = Segmentation(layout, view, CHUNK)
     filling = ImageCopier(
-        targets=RegionTargets(torch.frombuffer(image, dtype=torch.uint8), layout),
         memory=memoryview(image),
         header=header,
         cutting=cutting,

@@ -16,7 +16,7 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -47,7 +47,7 @@ from tierfall.core.image.tree import (
     ValueNode,
     leaves,
 )
-from tierfall.core.load.build import CPU, BlockTarget, Builder
+from tierfall.core.load.build import CPU, BlockTarget, Builder, Make
 from tierfall.core.load.choices import plain_value
 from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.reshard import ResizeRules, merge_images, plan_reads
@@ -267,19 +267,20 @@ class _Reads:
 
     def _value(self, item: ReadItem) -> None:
         leaf = self._entries.leaves[item.storage_index.fqn]
+        make: Make = lambda: leaf.value  # noqa: E731
         if leaf.node is not None:
-            self._builder.prepare(leaf.node, CPU, item.storage_index.fqn)
-        self._after.append(lambda: self._planner.load_bytes(item, self._pickled(leaf)))
+            make = self._builder.prepare(leaf.node, CPU, item.storage_index.fqn)
+        self._after.append(lambda: self._planner.load_bytes(item, _pickled(make(), leaf.inside)))
 
-    def _pickled(self, leaf: Leaf) -> io.BytesIO:
-        """Pickle a value that was decoded from JSON, as DCP's planners expect."""
-        value: Any = leaf.value if leaf.node is None else self._builder.build(leaf.node, CPU)
-        for key in leaf.inside:
-            value = value[key]
-        pickled = io.BytesIO()
-        torch.save(value, pickled)
-        pickled.seek(0)
-        return pickled
+
+def _pickled(value: Any, inside: Iterable[Any]) -> io.BytesIO:
+    """Pickle the part, at the keys ``inside``, of a value that was decoded from JSON, as DCP's planners expect."""
+    for key in inside:
+        value = value[key]
+    pickled = io.BytesIO()
+    torch.save(value, pickled)
+    pickled.seek(0)
+    return pickled
 
 
 # Entries under DCP's names -------------------------------------------------------------------------
