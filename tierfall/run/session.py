@@ -35,7 +35,6 @@ from tierfall.core.runtime.messages import wait_for_messages
 from tierfall.core.runtime.public_calls import is_within_another
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import BackendError, FlushError, TierfallError, UnreachableError
-from tierfall.core.types.lineage import Key
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import LossBound, PeerSurvival
@@ -43,7 +42,7 @@ from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.run.status_writer import StatusWriter
 from tierfall.setup.host_memory import Leftovers, adopt_images, note_overtaken
 from tierfall.setup.opened_tiers import OpenedTiers
-from tierfall.setup.start import Start, agree_on_rest, catalog_of, take_attempt
+from tierfall.setup.start import Start, agree_on_rest, on_all_ranks, take_attempt
 from tierfall.setup.tiers import is_shared, lane_limits, lane_pools, tier_rules
 from tierfall.telemetry.journal import CLOSE_S, Journal
 from tierfall.telemetry.status import MetricsServer
@@ -70,18 +69,16 @@ class Session:
     made soon, and owed to every tier.
     """
 
-    def __init__(
-        self, tiers: OpenedTiers, start: Start, catalog: Sequence[Listing], warned: set[Key]
-    ) -> None:
+    def __init__(self, tiers: OpenedTiers, start: Start, catalog: Sequence[Listing]) -> None:
         """Build the ledger of what ranks have agreed on at the ``start``, and all that works on it. ``catalog`` is what
-        the tiers hold for all ranks; ``warned`` are the starts that were logged as overtaken.
+        the tiers hold for all ranks.
 
         Raises ConfigError where the port for metrics is in use, or prometheus-client is missing.
         """
         self.tiers = tiers
         self.run, self.node, self.ranks = tiers.run, tiers.node, tiers.ranks
         self.memory, self.host, self.stores = tiers.memory, tiers.memory.host, tiers.stores
-        self._start, self._warned = start, warned
+        self._start = start
         self._closed = False
         self.displaced = bool(start.displaced)
         self.journal = Journal(self.config, run=self.run, ranks=self.ranks, node=self.node)
@@ -174,7 +171,7 @@ class Session:
             if self.workers.stopping:
                 return
             self.displaced = bool(self._start.displaced)
-            self._fill(self.coordinator.ledger, catalog_of(self.tiers, self._start, self._warned))
+            self._fill(self.coordinator.ledger, on_all_ranks(self.tiers, self._start))
         self.coordinator.start()
 
     def _serve_metrics(self) -> MetricsServer | None:
@@ -391,7 +388,6 @@ class Session:
         self.wait_filled("restore")
         self.tiers.listings = self.list_now()
         self._start = take_attempt(self.tiers, self.attempt)
-        catalog_of(self.tiers, self._start, self._warned)
         return self.attempt
 
     # Requests ----------------------------------------------------------------------------------------

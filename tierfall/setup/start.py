@@ -19,15 +19,12 @@ from itertools import chain
 
 from tierfall.config import FileTierConfig, ObjectTierConfig
 from tierfall.core.format.catalog import (
-    UNSEEN_ATTEMPTS,
     FoundCopy,
-    KnownCheckpoint,
     Listing,
     decided_in,
     merge,
     next_attempt,
     overtaken,
-    start_of,
     starts_in,
 )
 from tierfall.core.format.commit_files import image_file, ranks_with_image
@@ -63,8 +60,8 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.keys import ATTEMPT_MAX
-from tierfall.core.types.lineage import AttemptStart, Key, overtaken_starts
-from tierfall.core.types.text import format_ranks, format_some
+from tierfall.core.types.lineage import AttemptStart
+from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId
 from tierfall.setup.host_memory import displaced_in
 from tierfall.setup.opened_tiers import OPENING, OpenedTiers
@@ -153,15 +150,6 @@ def take_attempt(tiers: OpenedTiers, before: Attempt | None = None) -> Start:
     if before is None:
         tiers.discard_unfinished(attempt)
     return Start(attempt=attempt, first=tiers.finds_nothing(), partial=tiers.is_partial)
-
-
-def catalog_of(tiers: OpenedTiers, start: Start, warned: set[Key]) -> tuple[Listing, ...]:
-    """Return what the tiers hold for all ranks; see ``on_all_ranks``. Starts that could not see each other's tiers are
-    logged once, and added to ``warned``."""
-    held = on_all_ranks(tiers, start)
-    if tiers.ranks.topology.is_root and not start.partial:
-        warn_of_overtaken_starts(tiers.run, starts_in(held), merge(held), warned)
-    return held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -752,32 +740,3 @@ def newest_attempt(
         if failure is not None:
             raise failure
     return None
-
-
-def warn_of_overtaken_starts(
-    run: str,
-    starts: Sequence[AttemptStart],
-    known: Sequence[KnownCheckpoint],
-    reported: set[Key],
-) -> None:
-    """Log, once each, the starts that could not see each other's tiers, and how to return to those that do not count.
-    ``reported`` are those logged before; this adds to it."""
-    later = overtaken_starts(starts, above=UNSEEN_ATTEMPTS)
-    overtaken = {start.key for start, _ in later} | {x.key for x in starts if x.passed_over}
-    for key in sorted(overtaken - reported):
-        commits = [(checkpoint, checkpoint.commit) for checkpoint in known if checkpoint.abandoned]
-        left = [found for found, commit in commits if commit and start_of(commit).key == key]
-        if not left:
-            continue
-        reported.add(key)
-        logger.warning(
-            "run %s: of two starts that could not see each other's tiers, attempt %d does not count: the higher number "
-            "does, or of one number the start that the run went on from, or that began last. What it has saved is "
-            "abandoned: %s. If that is the wrong one, go back to it by restore(step=%d, attempt=%d); to keep it, pin "
-            "it now",
-            run,
-            key[0],
-            format_some([f"{c.id} on {'+'.join(c.copies)}" for c in left]),
-            left[-1].id.step,
-            key[0],
-        )
