@@ -7,7 +7,6 @@ state.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -529,41 +528,32 @@ class Answer(InterruptibleEvent):
         self.set()
 
 
-class RegionRequest:
-    """A request for a region of host memory. It is waited for, or cancelled."""
+class RegionRequest(Answer):
+    """A request for a region of host memory, and its answer. It is waited for, or cancelled."""
 
     def __init__(
         self, session: Session, id: CheckpointId, *, image_bytes: int, records_bytes: int
     ) -> None:
+        super().__init__()
         self._session = session
-        self._done = InterruptibleEvent()
-        self._lock = threading.Lock()
-        self._answer: list[Any] = []
         self._request = AdmissionRequest(
             id=id,
             image_bytes=image_bytes,
             records_bytes=records_bytes,
             deadline_s=time.monotonic() + session.config.max_wait_s,
-            on_answer=self._on_answer,
+            on_answer=self,
         )
         session.coordinator.post(self._request)
 
-    def _on_answer(self, region: HostRegion | None, error: BaseException | None) -> None:
-        with self._lock:
-            self._answer.extend((region, error))
-            if self._request.cancelled.is_set() and region is not None:
-                region.release()
-        self._done.set()
-
-    def wait(self) -> tuple[HostRegion | None, BaseException | None]:
-        """Return the region, or None and the reason."""
+    def region(self) -> tuple[HostRegion | None, BaseException | None]:
+        """Wait for the region, and return it, or None and the reason."""
         try:
             with self._session.holds.hold(f"save of step {self._request.id.step}", self._describe):
-                self._session.wait(self._done)
+                self._session.wait(self)
         except BaseException:  # Ctrl-C, for example
             self.cancel()
             raise
-        return self._answer[0], self._answer[1]
+        return self.value, self.error
 
     def _describe(self) -> str:
         host = self._session.host
@@ -573,11 +563,10 @@ class RegionRequest:
         )
 
     def cancel(self) -> None:
-        """Release the region, now or when it comes; no other image is evicted for it any more."""
-        with self._lock:
-            self._request.cancelled.set()
-            if self._answer and self._answer[0] is not None:
-                self._answer[0].release()
+        """Release the region, if the coordinator has answered; else it drops the request: no other image is evicted for
+        it any more."""
+        self._request.cancelled.set()
+        self._session.call_soon(lambda: self.value and self.value.release())
 
 
 def _log_error(value: object, error: BaseException | None) -> None:
