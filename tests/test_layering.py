@@ -74,7 +74,7 @@ LINES = {
     ("backends",): 5_762,
     ("tiers",): 4_721,
     ("tierfall/config",): 2_054,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 7_981,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 7_972,
     ("tierfall/ops",): 3_228,
     ("tierfall/telemetry",): 1_757,
     ("tierfall/cli",): 3_699,

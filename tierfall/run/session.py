@@ -35,9 +35,7 @@ from tierfall.core.runtime.public_calls import is_within_another
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import BackendError, FlushError, TierfallError, UnreachableError
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
-from tierfall.core.types.view import LossBound, PeerSurvival
-from tierfall.policies.forecast import loss_bounds, peer_survival
+from tierfall.core.types.values import CheckpointId, CopyState, TierKind
 from tierfall.run.status_writer import StatusWriter
 from tierfall.setup.host_memory import Leftovers, adopt_images, note_overtaken
 from tierfall.setup.opened_tiers import OpenedTiers
@@ -289,22 +287,6 @@ class Session:
         done = InterruptibleEvent()
         self.call(lambda: self.coordinator.external_commits.search(done, last=last))
         self.wait(done, self.config.max_wait_s if timeout_s is None else timeout_s)
-
-    def loss_bounds(self) -> dict[LossClass, LossBound]:
-        """Return what each loss would cost now; on the coordinator's thread."""
-        timer = self.step_timer
-        return loss_bounds(self.coordinator.ledger.view(), step=timer.last, step_s=timer.step_s)
-
-    def peer_survival(self) -> PeerSurvival | None:
-        """Return which losses of nodes peer memory survives; on the coordinator's thread."""
-        attempt = self.attempt
-        if attempt.node_losses is None:
-            return None
-        coordinator, names = self.coordinator, self.coordinator.ledger.peer_tiers
-        copied = {id for id, tier in coordinator.durable if tier in names}
-        return peer_survival(
-            coordinator.ledger.view(), attempt.number, attempt.node_losses, copied=copied
-        )
 
     # Reading -----------------------------------------------------------------------------------------
 
