@@ -86,33 +86,6 @@ def resolve(
     return tuple(merged.values())
 
 
-def overtaken_starts(
-    starts: Iterable[AttemptStart], *, above: int
-) -> tuple[tuple[AttemptStart, AttemptStart], ...]:
-    """Pairs of a start that began after the start with the highest number, by their clocks, and that start. Starts of
-    its own lineage are omitted.
-
-    A start uses a number above all that it sees, so such a start did not see the other's tiers. Only a highest number
-    above ``above`` shows that; otherwise the clocks disagree.
-    """
-    known = [start for start in starts if not start.passed_over]
-    newest = max(known, key=lambda start: start.attempt, default=None)
-    if newest is None or newest.attempt <= above:
-        return ()
-    of_number = {start.attempt: start for start in known}
-    lineage = {newest.attempt}
-    start: AttemptStart | None = newest
-    while start is not None and start.started_from is not None:
-        number = start.started_from.attempt
-        lineage.add(number)
-        start = of_number.get(number) if number < start.attempt else None
-    return tuple(
-        (start, newest)
-        for start in known
-        if start.attempt not in lineage and start.began_s > newest.began_s
-    )
-
-
 def _continued(
     rivals: list[AttemptStart],
     merged: Mapping[Key, AttemptStart],

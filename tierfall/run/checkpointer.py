@@ -81,7 +81,6 @@ class Checkpointer:
         self._journal = self._session.journal
         self._lineage = opened.lineage
         self._capturer = opened.capturer
-        self._saver = opened.saver
         self._cadence = opened.cadence
 
     def __repr__(self) -> str:

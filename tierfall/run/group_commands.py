@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import chain
+from typing import Any
 
 from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.ranks.agreement import check_same_arguments
-from tierfall.core.ranks.messages import Message
 from tierfall.core.types.errors import RanksError, StepError, TierfallError
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId
@@ -30,13 +31,6 @@ _ARRIVES = {
     ArrivalOutlook.TOO_LATE: False,
     ArrivalOutlook.UNKNOWN: None,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CommandCall(Message):
-    """The arguments of a command, by name."""
-
-    named: Mapping[str, object]
 
 
 def known_checkpoints(session: Session) -> list[CheckpointInfo]:
@@ -72,8 +66,8 @@ def run_command(
     """
     ranks = session.ranks
 
-    def decide(calls: dict[int, _CommandCall]) -> CheckpointId:
-        check_same_arguments(kind, {rank: call.named for rank, call in calls.items()})
+    def decide(calls: dict[int, dict[str, Any]]) -> CheckpointId:
+        check_same_arguments(kind, calls)
         id = find_checkpoint(session, kind, step, attempt)
         restorable = session.call(lambda: session.coordinator.ledger.view().restorable)
         # a pinned one is refused with another reason
@@ -84,9 +78,7 @@ def run_command(
             )
         return id
 
-    call = _CommandCall(
-        named={"step": step, "attempt": attempt, "even_the_last": even_the_last, "tag": tag}
-    )
+    call = {"step": step, "attempt": attempt, "even_the_last": even_the_last, "tag": tag}
     session.wait_filled(kind)
     id = ranks.agree(kind, call, decide, CheckpointId)
     failed: dict[str, BaseException] = {}
@@ -150,12 +142,11 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
         view = replace(coordinator.ledger.view(), assume_verified=True)
         return tuple(d for tier in coordinator.lanes for d in plan_retention(view, tier))
 
-    def decide(calls: dict[int, _CommandCall]) -> _Decisions:
-        check_same_arguments("prune", {rank: call.named for rank, call in calls.items()})
-        return _Decisions(decisions=session.call(plan))
+    def decide(calls: dict[int, dict[str, Any]]) -> tuple[Decision, ...]:
+        check_same_arguments("prune", calls)
+        return session.call(plan)
 
-    call = _CommandCall(named={"dry_run": dry_run})
-    decisions = ranks.agree("prune", call, decide, _Decisions).decisions
+    decisions = ranks.agree("prune", {"dry_run": dry_run}, decide, tuple[Decision, ...])
     if not dry_run:
         if ranks.topology.is_root:
             session.call(coordinator.deleter.trust)
@@ -165,11 +156,6 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
             session.wait_idle(session.config.max_wait_s)
         ranks.meet("prune: end", timeout_s=_patience_s(session))
     return list(decisions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decisions(Message):
-    decisions: tuple[Decision, ...]
 
 
 # drain -----------------------------------------------------------------------------------------------
@@ -244,13 +230,16 @@ def drain(session: Session, deadline_s: float | None) -> DrainReport:
     """
     began = time.monotonic()
     max_wait_s = session.config.max_wait_s
-    deadline = session.ranks.agree(
-        "drain",
-        _DrainDeadline(left_s=deadline_s),
-        _first_deadline,
-        _DrainDeadline,
-        timeout_s=max_wait_s if deadline_s is None else min(max_wait_s, deadline_s),
-    ).left_s
+    deadline = min(
+        session.ranks.agree(
+            "drain",
+            () if deadline_s is None else (deadline_s,),
+            lambda given: tuple(chain.from_iterable(given.values())),
+            tuple[float, ...],
+            timeout_s=max_wait_s if deadline_s is None else min(max_wait_s, deadline_s),
+        ),
+        default=None,
+    )
     report = drain_here(session, deadline)
     # rank 0 plans, and does not wait for copies that cannot arrive; another rank waits until the deadline
     rest_s = 0.0 if deadline is None else max(0.0, deadline - report.seconds)
@@ -259,18 +248,6 @@ def drain(session: Session, deadline_s: float | None) -> DrainReport:
         "drain: end", report, _merge_reports, DrainReport, timeout_s=timeout_s
     )
     return replace(merged, seconds=time.monotonic() - began)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DrainDeadline(Message):
-    """In seconds from now; None for no deadline."""
-
-    left_s: float | None
-
-
-def _first_deadline(deadlines: Mapping[int, _DrainDeadline]) -> _DrainDeadline:
-    given = (one.left_s for one in deadlines.values() if one.left_s is not None)
-    return _DrainDeadline(left_s=min(given, default=None))
 
 
 def finish_commands(session: Session, left_s: Callable[[], float]) -> bool:

@@ -37,7 +37,6 @@ from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import ConfigError, StepError, TierfallError
-from tierfall.core.types.lineage import Key
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, OnError, SaveOutcome, Verify
 from tierfall.launch import signal_hub
@@ -48,7 +47,7 @@ from tierfall.run.session import Listener, Session
 from tierfall.setup.opened_tiers import OPENING, OpenedTiers
 from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
 from tierfall.setup.places import run_folder, runs_in
-from tierfall.setup.start import all_ranks_or_none, catalog_of, take_attempt
+from tierfall.setup.start import all_ranks_or_none, on_all_ranks, take_attempt
 from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers, tier_rules
 from tierfall.telemetry.step_timer import StepClock
 
@@ -106,11 +105,10 @@ class OpenRun:
                 tiers.memory.host.check_room()
 
                 # The catalog: who has what, for all ranks.
-                warned: set[Key] = set()
-                catalog = catalog_of(tiers, start, warned)
+                catalog = on_all_ranks(tiers, start)
 
                 # The planner: the ledger of it, and what decides and copies. Nothing moves yet.
-                session = Session(tiers, start, catalog, warned)
+                session = Session(tiers, start, catalog)
                 undo.callback(session.close, keep_memory=True, timeout_s=ABANDON_S)
 
                 # The checkpointer: what saves and restores on the thread that trains, and the thread that captures.

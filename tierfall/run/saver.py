@@ -176,7 +176,7 @@ class Saver:
                 image.share.read(image.view, place.ordinal, self._streams)
             plan = self._plan(image, call)
             self._session.host.prepare(self._places.first)
-        region, no_room = room.wait()
+        region, no_room = room.region()
         if region is None:
             assert no_room is not None
             self._skip(lineage, handle, no_room)

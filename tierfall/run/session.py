@@ -7,7 +7,6 @@ state.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,15 +34,12 @@ from tierfall.core.runtime.messages import wait_for_messages
 from tierfall.core.runtime.public_calls import is_within_another
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import BackendError, FlushError, TierfallError, UnreachableError
-from tierfall.core.types.lineage import Key
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
-from tierfall.core.types.view import LossBound, PeerSurvival
-from tierfall.policies.forecast import loss_bounds, peer_survival
+from tierfall.core.types.values import CheckpointId, CopyState, TierKind
 from tierfall.run.status_writer import StatusWriter
 from tierfall.setup.host_memory import Leftovers, adopt_images, note_overtaken
 from tierfall.setup.opened_tiers import OpenedTiers
-from tierfall.setup.start import Start, agree_on_rest, catalog_of, take_attempt
+from tierfall.setup.start import Start, agree_on_rest, on_all_ranks, take_attempt
 from tierfall.setup.tiers import is_shared, lane_limits, lane_pools, tier_rules
 from tierfall.telemetry.journal import CLOSE_S, Journal
 from tierfall.telemetry.status import MetricsServer
@@ -70,18 +66,16 @@ class Session:
     made soon, and owed to every tier.
     """
 
-    def __init__(
-        self, tiers: OpenedTiers, start: Start, catalog: Sequence[Listing], warned: set[Key]
-    ) -> None:
+    def __init__(self, tiers: OpenedTiers, start: Start, catalog: Sequence[Listing]) -> None:
         """Build the ledger of what ranks have agreed on at the ``start``, and all that works on it. ``catalog`` is what
-        the tiers hold for all ranks; ``warned`` are the starts that were logged as overtaken.
+        the tiers hold for all ranks.
 
         Raises ConfigError where the port for metrics is in use, or prometheus-client is missing.
         """
         self.tiers = tiers
         self.run, self.node, self.ranks = tiers.run, tiers.node, tiers.ranks
         self.memory, self.host, self.stores = tiers.memory, tiers.memory.host, tiers.stores
-        self._start, self._warned = start, warned
+        self._start = start
         self._closed = False
         self.displaced = bool(start.displaced)
         self.journal = Journal(self.config, run=self.run, ranks=self.ranks, node=self.node)
@@ -174,7 +168,7 @@ class Session:
             if self.workers.stopping:
                 return
             self.displaced = bool(self._start.displaced)
-            self._fill(self.coordinator.ledger, catalog_of(self.tiers, self._start, self._warned))
+            self._fill(self.coordinator.ledger, on_all_ranks(self.tiers, self._start))
         self.coordinator.start()
 
     def _serve_metrics(self) -> MetricsServer | None:
@@ -294,22 +288,6 @@ class Session:
         self.call(lambda: self.coordinator.external_commits.search(done, last=last))
         self.wait(done, self.config.max_wait_s if timeout_s is None else timeout_s)
 
-    def loss_bounds(self) -> dict[LossClass, LossBound]:
-        """Return what each loss would cost now; on the coordinator's thread."""
-        timer = self.step_timer
-        return loss_bounds(self.coordinator.ledger.view(), step=timer.last, step_s=timer.step_s)
-
-    def peer_survival(self) -> PeerSurvival | None:
-        """Return which losses of nodes peer memory survives; on the coordinator's thread."""
-        attempt = self.attempt
-        if attempt.node_losses is None:
-            return None
-        coordinator, names = self.coordinator, self.coordinator.ledger.peer_tiers
-        copied = {id for id, tier in coordinator.durable if tier in names}
-        return peer_survival(
-            coordinator.ledger.view(), attempt.number, attempt.node_losses, copied=copied
-        )
-
     # Reading -----------------------------------------------------------------------------------------
 
     def list_now(self) -> tuple[Listing, ...]:
@@ -391,7 +369,6 @@ class Session:
         self.wait_filled("restore")
         self.tiers.listings = self.list_now()
         self._start = take_attempt(self.tiers, self.attempt)
-        catalog_of(self.tiers, self._start, self._warned)
         return self.attempt
 
     # Requests ----------------------------------------------------------------------------------------
@@ -533,41 +510,32 @@ class Answer(InterruptibleEvent):
         self.set()
 
 
-class RegionRequest:
-    """A request for a region of host memory. It is waited for, or cancelled."""
+class RegionRequest(Answer):
+    """A request for a region of host memory, and its answer. It is waited for, or cancelled."""
 
     def __init__(
         self, session: Session, id: CheckpointId, *, image_bytes: int, records_bytes: int
     ) -> None:
+        super().__init__()
         self._session = session
-        self._done = InterruptibleEvent()
-        self._lock = threading.Lock()
-        self._answer: list[Any] = []
         self._request = AdmissionRequest(
             id=id,
             image_bytes=image_bytes,
             records_bytes=records_bytes,
             deadline_s=time.monotonic() + session.config.max_wait_s,
-            on_answer=self._on_answer,
+            on_answer=self,
         )
         session.coordinator.post(self._request)
 
-    def _on_answer(self, region: HostRegion | None, error: BaseException | None) -> None:
-        with self._lock:
-            self._answer.extend((region, error))
-            if self._request.cancelled.is_set() and region is not None:
-                region.release()
-        self._done.set()
-
-    def wait(self) -> tuple[HostRegion | None, BaseException | None]:
-        """Return the region, or None and the reason."""
+    def region(self) -> tuple[HostRegion | None, BaseException | None]:
+        """Wait for the region, and return it, or None and the reason."""
         try:
             with self._session.holds.hold(f"save of step {self._request.id.step}", self._describe):
-                self._session.wait(self._done)
+                self._session.wait(self)
         except BaseException:  # Ctrl-C, for example
             self.cancel()
             raise
-        return self._answer[0], self._answer[1]
+        return self.value, self.error
 
     def _describe(self) -> str:
         host = self._session.host
@@ -577,11 +545,10 @@ class RegionRequest:
         )
 
     def cancel(self) -> None:
-        """Release the region, now or when it comes; no other image is evicted for it any more."""
-        with self._lock:
-            self._request.cancelled.set()
-            if self._answer and self._answer[0] is not None:
-                self._answer[0].release()
+        """Release the region, if the coordinator has answered; else it drops the request: no other image is evicted for
+        it any more."""
+        self._request.cancelled.set()
+        self._session.call_soon(lambda: self.value and self.value.release())
 
 
 def _log_error(value: object, error: BaseException | None) -> None:

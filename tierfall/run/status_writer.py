@@ -28,6 +28,8 @@ from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState
+from tierfall.core.types.view import PeerSurvival, View
+from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.telemetry.figures import Statistics
 from tierfall.telemetry.journal import wall_time
 from tierfall.telemetry.reports import CheckpointInfo, CopyInfo, RestoreReport, ShardSource
@@ -192,7 +194,7 @@ class StatusWriter:
         session, journal, coordinator = self._session, self._journal, self._coordinator
         ledger, rates, backlog = coordinator.ledger, coordinator.rates, coordinator.backlog
         now_s, timer, config = time.monotonic(), session.step_timer, self._tiers.config
-        tiers = self._tier_names()
+        tiers, view = self._tier_names(), ledger.view()
         stored = [rules for rules in ledger.rules if rules.name != ledger.host]
         written = [rules.name for rules in stored]
         ages = {tier.name: self._since_commit(tier.name, now_s) for tier in config.written}
@@ -245,9 +247,16 @@ class StatusWriter:
                 for name, store in session.stores.items()
                 if store.compression is not None
             },
-            loss_bound=session.loss_bounds(),
-            peer_survival=session.peer_survival(),
+            loss_bound=loss_bounds(view, step=timer.last, step_s=timer.step_s),
+            peer_survival=self._peer_survival(view),
         )
+
+    def _peer_survival(self, view: View) -> PeerSurvival | None:
+        attempt, names = self._session.attempt, self._coordinator.ledger.peer_tiers
+        if attempt.node_losses is None:
+            return None
+        copied = {id for id, tier in self._coordinator.durable if tier in names}
+        return peer_survival(view, attempt.number, attempt.node_losses, copied=copied)
 
     def _since_commit(self, tier: str, now_s: float) -> float:
         committed_s = self._journal.tally.committed_s(tier)

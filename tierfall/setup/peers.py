@@ -84,12 +84,14 @@ class PeerMemory:
         listener = listen(mine.host if tier.interface else "")
         try:
             mine = replace(mine, port=listener.getsockname()[1])
-            meeting = ranks.agree(_MEET, mine, _merge, PeerMeeting)
-            if (other := address_to_probe(meeting.addresses)) is not None:
+            addresses = ranks.agree(_MEET, mine, _by_rank, tuple[PeerAddress, ...])
+            if (other := address_to_probe(addresses)) is not None:
                 if is_loopback(mine.host):  # which other machines cannot reach
                     mine = replace(mine, host=address_towards(other))
-                meeting = ranks.agree("open: peer addresses", mine, _merge, PeerMeeting)
-            topology, addresses = ranks.topology, meeting.addresses
+                addresses = ranks.agree(
+                    "open: peer addresses", mine, _by_rank, tuple[PeerAddress, ...]
+                )
+            topology = ranks.topology
             leaders = [addresses[node[0]] for node in topology.nodes]
             check_apart(tier, leaders)
             self.placement = place_on_nodes(tier, leaders)
@@ -228,9 +230,8 @@ def _describe_self(tier: PeerTierConfig, run: str) -> PeerAddress:
         raise type(error)(f"tier {tier.name}: {error}") from error
 
 
-def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
-    addresses = tuple(found[rank] for rank in sorted(found))
-    return PeerMeeting(addresses=addresses)
+def _by_rank(found: Mapping[int, PeerAddress]) -> tuple[PeerAddress, ...]:
+    return tuple(found[rank] for rank in sorted(found))
 
 
 def _memory_id(folder: Path) -> str:
@@ -259,13 +260,6 @@ class PeerAddress(Message):
     domain: str = ""
     source: str = ""
     memory_id: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerMeeting(Message):
-    """The addresses of all ranks, by rank."""
-
-    addresses: tuple[PeerAddress, ...]
 
 
 def check_apart(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tierfall.backends.posix.backend import PosixBackend
@@ -67,14 +67,7 @@ def pointer_to(config: Config, checkpoint: CheckpointId) -> Pointer:
 
 def encode(pointer: Pointer) -> bytes:
     """Return the content of the file of a pointer."""
-    return documents.seal(
-        {
-            "run": pointer.run,
-            "step": pointer.step,
-            "attempt": pointer.attempt,
-            "tiers": [dict(tier) for tier in pointer.tiers],
-        }
-    )
+    return documents.seal(asdict(pointer))
 
 
 def write_pointer(folder: str | os.PathLike[str], pointer: Pointer) -> None:

@@ -15,18 +15,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from tierfall.config import FileTierConfig, ObjectTierConfig
 from tierfall.core.format.catalog import (
-    UNSEEN_ATTEMPTS,
     FoundCopy,
-    KnownCheckpoint,
     Listing,
     decided_in,
     merge,
     next_attempt,
     overtaken,
-    start_of,
     starts_in,
 )
 from tierfall.core.format.commit_files import image_file, ranks_with_image
@@ -62,8 +60,8 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.keys import ATTEMPT_MAX
-from tierfall.core.types.lineage import AttemptStart, Key, overtaken_starts
-from tierfall.core.types.text import format_ranks, format_some
+from tierfall.core.types.lineage import AttemptStart
+from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId
 from tierfall.setup.host_memory import displaced_in
 from tierfall.setup.opened_tiers import OPENING, OpenedTiers
@@ -154,15 +152,6 @@ def take_attempt(tiers: OpenedTiers, before: Attempt | None = None) -> Start:
     return Start(attempt=attempt, first=tiers.finds_nothing(), partial=tiers.is_partial)
 
 
-def catalog_of(tiers: OpenedTiers, start: Start, warned: set[Key]) -> tuple[Listing, ...]:
-    """Return what the tiers hold for all ranks; see ``on_all_ranks``. Starts that could not see each other's tiers are
-    logged once, and added to ``warned``."""
-    held = on_all_ranks(tiers, start)
-    if tiers.ranks.topology.is_root and not start.partial:
-        warn_of_overtaken_starts(tiers.run, starts_in(held), merge(held), warned)
-    return held
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundAtStart(Message):
     """What one rank has found. ``unreachable`` has the reason of each tier; ``tiers`` is the inventory of those that it
@@ -180,16 +169,9 @@ class FoundAtStart(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimMessage(Message):
-    """Whether a tier ``refused`` the attempt of one rank, and the tiers that it may not write to, with why."""
-
-    refused: bool
-    read_only: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptDecision(Message):
-    """The ranks at which a tier ``refused`` the attempt, and the tiers that a rank may not write to, with why."""
+class Claim(Message):
+    """The ranks at which a tier ``refused`` the attempt, and the tiers that a rank may not write to, with why: of one
+    rank, or of all."""
 
     refused: tuple[int, ...]
     read_only: Mapping[str, str]
@@ -227,8 +209,9 @@ def agree_on_start(tiers: OpenedTiers, before: Attempt | None) -> Start:
         tiers.emptied.clear()  # the others are new tiers
         with ranks.reporting_error(_ATTEMPT):
             taken = ranks.topology.is_root or tiers.claim(start.attempt)  # rank 0 has decided it
-        message = ClaimMessage(refused=not taken, read_only=tiers.found_read_only)
-        answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
+        refused = () if taken else (ranks.topology.rank,)
+        claim = Claim(refused=refused, read_only=tiers.found_read_only)
+        answer = ranks.agree(_ATTEMPT, claim, _merge_claims, Claim)
         tiers.make_read_only(answer.read_only)
         if not answer.refused and (before or _discard_unfinished(tiers, start.attempt)):
             tiers.listings = fill_in(tiers.listings, start, reported_by)
@@ -372,10 +355,10 @@ def _refused_as_emptied(
     return {tier: why for tier, why in emptied.items() if not is_elsewhere(tier)}
 
 
-def _merge_attempts(messages: Mapping[int, ClaimMessage]) -> AttemptDecision:
-    return AttemptDecision(
-        refused=tuple(rank for rank, message in messages.items() if message.refused),
-        read_only=_first_reasons((rank, message.read_only) for rank, message in messages.items()),
+def _merge_claims(claims: Mapping[int, Claim]) -> Claim:
+    return Claim(
+        refused=tuple(chain.from_iterable(claim.refused for claim in claims.values())),
+        read_only=_first_reasons((rank, claim.read_only) for rank, claim in claims.items()),
     )
 
 
@@ -440,142 +423,118 @@ def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeFiles(Message):
-    """The tiers to which rank 0 has ``written`` its file, those that are ``full``, and, by tier, why it ``failed``.
-    ``token`` is part of the files' name."""
+class FolderLook(Message):
+    """One rank's view of a tier's folder. A rank that has excluded the tier reports the file system alone.
 
-    token: str
-    written: tuple[str, ...]
-    full: tuple[str, ...]
-    failed: Mapping[str, str]
+    ``seen``: whether it saw rank 0's file; None if it did not search, or the search ``failed``. ``id`` is that in the
+    tier's record. ``was_shared``: a record says that all nodes saw the tier. ``of_all_ranks`` is a checkpoint whose
+    commit record there names the images of all ranks. ``is_empty``: there is no file of the run. ``file_system`` is the
+    kind of its file system, reported by the first rank of a node.
+    """
+
+    seen: bool | None = None
+    failed: str = ""
+    is_opened: bool = False
+    id: str | None = None
+    was_shared: bool = False
+    of_all_ranks: str | None = None
+    is_empty: bool = False
+    file_system: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderReport(Message):
-    """One rank's view of the tiers that it has not excluded.
+    """One rank's views, by tier: of those that rank 0 could write to, and those that are full."""
 
-    By tier: whether rank 0's file was ``seen``, or why the search ``failed``; the id in the tier's record (``ids``);
-    the kind of its file system. ``shared_before`` are the tiers of which a record says that all nodes saw them;
-    ``of_all_ranks`` has a checkpoint whose commit record there names the images of all ranks; ``empty`` are the tiers
-    without any file of the run.
-    """
-
-    seen: Mapping[str, bool]
-    failed: Mapping[str, str]
-    ids: Mapping[str, str | None]
-    shared_before: frozenset[str]
-    of_all_ranks: Mapping[str, str]
-    empty: frozenset[str]
-    file_systems: Mapping[str, str]
+    looks: Mapping[str, FolderLook]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDecision(Message):
-    """By tier: whether all nodes see the same files, and why some rank could not search."""
+    """By tier: whether all nodes see the same files, and why some rank could not write or search."""
 
     shared: Mapping[str, bool]
     failed: Mapping[str, str]
 
 
 def _find_shared(opened: OpenedTiers) -> None:
-    """Find out, at the first attempt, which folders all nodes see. No agreement of the ranks comes before it."""
-    if not _tiers_to_probe(opened):
-        return
-    token = f"{int(time.time())}-{secrets.token_hex(8)}"
-    written: list[StoredTier] = []
+    """Find out, at the first attempt, which folders all nodes see. No agreement of the ranks comes before it.
 
+    Raises ConfigError, on all ranks, if some nodes see a tier's files and others do not, or if the result contradicts a
+    configured value.
+    """
+    tiers = [x for x in opened.config.storage if x.folder is not None]
+    topology = opened.ranks.topology
+    if len(topology.nodes) == 1 or not tiers:
+        return
+    key = f"{opened.run}/{keys.PROBE_FOLDER}/{int(time.time())}-{secrets.token_hex(8)}"
+    written: list[StoredTier] = []
+    failed: dict[str, str] = {}
     try:
         files = opened.ranks.agree(
             OPENING,
             None,
-            lambda _: _write_probe_files(opened, token, written),
-            ProbeFiles,
+            lambda _: _write_probe_files(opened, tiers, key, written, failed),
+            dict[str, str],
             timeout_s=start_patience_s(opened.config),
         )
-        failed = _probe(opened, files)
+        tiers = [tier for tier in tiers if tier.name in files]
+        looks = {tier.name: _look_at(opened, tier) for tier in tiers}
+        if topology.is_leader and topology.node != 0:
+            _search_probe_files(opened, tiers, files, looks)
+        found = opened.ranks.agree(
+            _SHARED,
+            FolderReport(looks=looks),
+            lambda reports: _decide_shared(tiers, files, failed, reports),
+            SharedDecision,
+        )
     finally:
         for store in written:
             try:
-                store.backend.delete(f"{_prefix(opened.run)}{token}")
+                store.backend.delete(key)
             except BackendError as error:
                 logger.warning("open: tier %s: a file of the probe stays: %s", store.name, error)
-    opened.exclude_all({**files.failed, **failed})
+    for name in [t.name for t in tiers if t.shared is None and isinstance(t, FileTierConfig)]:
+        if name in found.shared:
+            logger.info("tier %s: all nodes see the same files: %s", name, found.shared[name])
+    opened.set_shared(found.shared)
+    opened.exclude_all(found.failed)
 
 
-def _tiers_to_probe(opened: OpenedTiers) -> Tiers:
-    """Return the tiers to probe: those with a folder; none with one node."""
-    if len(opened.ranks.topology.nodes) == 1:
-        return ()
-    return tuple(x for x in opened.config.storage if x.folder is not None and not x.read_only)
+def _write_probe_files(
+    opened: OpenedTiers, tiers: Tiers, key: str, written: list[StoredTier], failed: dict[str, str]
+) -> dict[str, str]:
+    """Write a file to each folder, on rank 0, and return its ``key`` by tier. Add the tiers that have it to
+    ``written``, and those that do not answer, with why, to ``failed``.
 
-
-def _write_probe_files(opened: OpenedTiers, token: str, written: list[StoredTier]) -> ProbeFiles:
-    """Write a file to each folder; add the tiers that have it to ``written``.
-
-    A full tier is not probed: the configured value is used, or else its records. Raises the errors of a tier that are
-    not retryable.
+    A full tier has an empty key: the configured value is used, or else its records. Raises the errors of a tier that
+    are not retryable.
     """
-    failed: dict[str, str] = {}
-    full: list[str] = []
-    prefix = _prefix(opened.run)
-    for tier in _tiers_to_probe(opened):
+    prefix = key.rpartition("/")[0] + "/"
+    files: dict[str, str] = {}
+    for tier in tiers:
         store = opened.stores.get(tier.name)
-        if store is None or tier.name in opened.emptied:
+        if store is None or tier.read_only or tier.name in opened.emptied:
             continue
         try:
             for stale in [s.key for s in store.backend.scan(prefix) if _is_stale(s.key)]:
                 store.backend.delete(stale)
-            put_object(store.backend, f"{prefix}{token}", b"\n")
+            put_object(store.backend, key, b"\n")
         except StorageFullError as error:
-            full.append(store.name)
+            files[tier.name] = ""
             logger.warning(
                 "open: tier %s is full, and no file shows whether all nodes see it: by its records, or else by "
                 "default, it is %s. Set 'shared', or free the disk: %s",
-                tier.name,
+                store.name,
                 "shared" if shared_setting(tier) else "a folder of each node",
                 error,
             )
         except UnreachableError as error:
             failed[tier.name] = f"rank 0: {error}"
         else:
+            files[tier.name] = key
             written.append(store)
-    names = tuple(store.name for store in written)
-    return ProbeFiles(token=token, written=names, full=tuple(full), failed=failed)
-
-
-def _probe(opened: OpenedTiers, files: ProbeFiles) -> Mapping[str, str]:
-    """Set ``shared`` of the opened tiers by the result of all ranks; return, by tier, why some rank could not read it.
-
-    ``files`` is what rank 0 has written. Raises ConfigError, on all ranks, if some nodes see a tier's files and others
-    do not, or if the result contradicts a configured value.
-    """
-    topology = opened.ranks.topology
-    looks = topology.is_leader and topology.node != 0
-    tiers = [tier for tier in _tiers_to_probe(opened) if tier.name in (*files.written, *files.full)]
-    written = [tier for tier in tiers if tier.name in files.written]
-    seen, failed = _find_probe_files(opened, written, files.token) if looks else ({}, {})
-    there = [tier for tier in tiers if tier.name in opened.stores]
-    report = FolderReport(
-        seen=seen,
-        failed=failed,
-        ids={t.name: opened.identities.id_of(t.name) for t in there},
-        shared_before=frozenset(t.name for t in there if opened.identities.is_shared(t.name)),
-        of_all_ranks={t.name: id for t in there if (id := _of_all_ranks(opened, t.name))},
-        empty=frozenset(t.name for t in there if not holds_any(_listing(opened, t.name))),
-        file_systems={t.name: _file_system(t) for t in tiers} if topology.is_leader else {},
-    )
-    found = opened.ranks.agree(
-        _SHARED, report, lambda reports: _decide_shared(tiers, files.full, reports), SharedDecision
-    )
-    for name in [t.name for t in tiers if t.shared is None and isinstance(t, FileTierConfig)]:
-        if name in found.shared:
-            logger.info("tier %s: all nodes see the same files: %s", name, found.shared[name])
-    opened.set_shared(found.shared)
-    return found.failed
-
-
-def _prefix(run: str) -> str:
-    return f"{run}/{keys.PROBE_FOLDER}/"
+    return files
 
 
 def _is_stale(key: str) -> bool:
@@ -584,29 +543,91 @@ def _is_stale(key: str) -> bool:
     return written.isdecimal() and time.time() - int(written) > STALE_S
 
 
+def _look_at(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> FolderLook:
+    """Return what this rank knows of a tier's folder, before it searches rank 0's file."""
+    look, name = FolderLook(), tier.name
+    if opened.ranks.topology.is_leader:
+        assert tier.folder is not None
+        try:
+            kind = file_system_of(tier.folder) or "an unknown file system"
+        except OSError as error:
+            kind = f"a file system that cannot be examined ({error.strerror})"
+        look = replace(look, file_system=kind)
+    if name not in opened.stores:
+        return look
+    listing = next(x for x in opened.listings if x.tier == name)
+    of_all_ranks = (
+        str(copy.id)
+        for copy in listing.copies
+        if (commit := copy.commit) is not None
+        if len(ranks_with_image(commit, commit.world_size)) == commit.world_size
+    )
+    return replace(
+        look,
+        is_opened=True,
+        id=opened.identities.id_of(name),
+        was_shared=opened.identities.is_shared(name),
+        of_all_ranks=next(of_all_ranks, None),
+        is_empty=not holds_any(listing),
+    )
+
+
+def _search_probe_files(
+    opened: OpenedTiers, tiers: Tiers, files: Mapping[str, str], looks: dict[str, FolderLook]
+) -> None:
+    """Search rank 0's files for a limited time; add to ``looks`` whether each was seen, or why that failed."""
+    began = time.monotonic()
+    waiting = [tier for tier in tiers if tier.name in opened.stores and files[tier.name]]
+    while waiting:
+        for tier in list(waiting):
+            name = tier.name
+            try:
+                opened.stores[name].backend.stat(files[name])
+            except KeyNotFoundError:
+                patience_s = min(PATIENCE_S[shared_setting(tier)], opened.config.max_wait_s / 2)
+                if time.monotonic() - began < patience_s:
+                    continue
+                looks[name] = replace(looks[name], seen=False)
+            except BackendError as error:
+                looks[name] = replace(looks[name], failed=str(error))
+            else:
+                looks[name] = replace(looks[name], seen=True)
+            waiting.remove(tier)
+        if waiting:
+            time.sleep(PAUSE_S)
+
+
 def _decide_shared(
-    tiers: Tiers, full: Sequence[str], reports: Mapping[int, FolderReport]
+    tiers: Tiers,
+    files: Mapping[str, str],
+    failed: Mapping[str, str],
+    reports: Mapping[int, FolderReport],
 ) -> SharedDecision:
-    failed = _first_reasons((rank, report.failed) for rank, report in reports.items())
+    """Decide, on rank 0, by what all ranks have seen; ``failed`` are the tiers that rank 0 could not write to."""
     shared: dict[str, bool] = {}
+    failed = dict(failed)
     for tier in tiers:
-        if shared_setting(tier) is None:
-            _check_one_id(tier, reports)
-        seen = {rank: x.seen[tier.name] for rank, x in reports.items() if tier.name in x.seen}
-        if tier.name in full and shared_setting(tier) is None:
-            shared[tier.name] = any(tier.name in x.shared_before for x in reports.values())
-        elif tier.name not in full and tier.name not in failed and seen:
-            shared[tier.name] = _found(tier, seen)
-        if shared_setting(tier) is None and not shared.get(tier.name, True):
-            _check_one_nodes(tier, reports)
-            _check_file_systems(tier, reports)
+        name, is_open = tier.name, shared_setting(tier) is None
+        where = f"open: tier {name} ({tier.folder})"
+        looks = {rank: x.looks[name] for rank, x in reports.items() if name in x.looks}
+        seen = {rank: look.seen for rank, look in looks.items() if look.seen is not None}
+        for rank, look in looks.items():
+            if look.failed:
+                failed.setdefault(name, f"rank {rank}: {look.failed}")
+        if is_open:
+            _check_one_id(where, looks)
+        if not files[name] and is_open:
+            shared[name] = any(look.was_shared for look in looks.values())
+        elif files[name] and name not in failed and seen:
+            shared[name] = _found(tier, where, seen)
+        if is_open and not shared.get(name, True):
+            _check_not_shared(where, looks)
     return SharedDecision(shared=shared, failed=failed)
 
 
-def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) -> bool:
+def _found(tier: FileTierConfig | ObjectTierConfig, where: str, seen: Mapping[int, bool]) -> bool:
     with_it = [rank for rank, sees in seen.items() if sees]
     without = [rank for rank, sees in seen.items() if not sees]
-    where = f"open: tier {tier.name} ({tier.folder})"
     if with_it and without:
         raise ConfigError(
             f"{where}: the nodes of {format_ranks(with_it)} see what rank 0 writes there, those of "
@@ -627,103 +648,35 @@ def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) ->
     return found
 
 
-def _check_one_id(
-    tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport]
-) -> None:
+def _check_one_id(where: str, looks: Mapping[int, FolderLook]) -> None:
     """Raise ConfigError if a tier that all nodes saw before has not one id on all ranks that have opened it."""
-    known = [rank for rank, report in reports.items() if tier.name in report.shared_before]
-    ids = {rank: x.ids[tier.name] for rank, x in reports.items() if tier.name in x.ids}
-    for rank, id in ids.items() if known else ():
-        if id != ids[known[0]]:
+    known = [rank for rank, look in looks.items() if look.was_shared]
+    for rank, look in looks.items() if known else ():
+        if look.is_opened and look.id != looks[known[0]].id:
             raise ConfigError(
-                f"open: tier {tier.name} ({tier.folder}): rank {known[0]} finds that all nodes saw the same files "
-                f"there before, and rank {rank} finds another tier there, or none. {_ADVICE}"
+                f"{where}: rank {known[0]} finds that all nodes saw the same files there before, and rank {rank} finds "
+                f"another tier there, or none. {_ADVICE}"
             )
 
 
-def _check_one_nodes(
-    tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport]
-) -> None:
-    """Raise ConfigError if one folder had the images of all ranks, and another node's is empty."""
-    empty = [rank for rank, report in reports.items() if tier.name in report.empty]
-    for rank, report in reports.items():
-        if empty and tier.name in report.of_all_ranks:
+def _check_not_shared(where: str, looks: Mapping[int, FolderLook]) -> None:
+    """Raise ConfigError if a folder that is not shared seems not to be mounted on some node: one folder had the images
+    of all ranks, and another node's is empty; or they are on file systems of several kinds."""
+    empty = [rank for rank, look in looks.items() if look.is_empty]
+    for rank, look in looks.items():
+        if empty and look.of_all_ranks:
             raise ConfigError(
-                f"open: tier {tier.name} ({tier.folder}): other nodes do not see what rank 0 writes there, and rank "
-                f"{rank} finds that the commit record of {report.of_all_ranks[tier.name]} there names the images of "
-                f"all ranks, and the folder of {format_ranks(empty)} is empty. {_ADVICE}"
+                f"{where}: other nodes do not see what rank 0 writes there, and rank {rank} finds that the commit "
+                f"record of {look.of_all_ranks} there names the images of all ranks, and the folder of "
+                f"{format_ranks(empty)} is empty. {_ADVICE}"
             )
-
-
-def _check_file_systems(
-    tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport]
-) -> None:
-    """Raise ConfigError if a folder of each node is on file systems of several kinds."""
-    kinds = {
-        r: x.file_systems[tier.name] for r, x in reports.items() if tier.name in x.file_systems
-    }
+    kinds = {rank: look.file_system for rank, look in looks.items() if look.file_system}
     others = [rank for rank, kind in kinds.items() if kind != kinds[0]]
     if others:
         raise ConfigError(
-            f"open: tier {tier.name} ({tier.folder}): on rank 0 it is on {kinds[0]}, on {format_ranks(others)} on "
-            f"{kinds[others[0]]}: that may be a missing mount. {_ADVICE}"
+            f"{where}: on rank 0 it is on {kinds[0]}, on {format_ranks(others)} on {kinds[others[0]]}: that may be a "
+            f"missing mount. {_ADVICE}"
         )
-
-
-def _listing(opened: OpenedTiers, name: str) -> Listing:
-    return next(x for x in opened.listings if x.tier == name)
-
-
-def _of_all_ranks(opened: OpenedTiers, name: str) -> str | None:
-    """Return a checkpoint whose commit record on a tier names the images of all ranks; None if there is none. All ranks
-    may have been on one node."""
-    for copy in _listing(opened, name).copies:
-        commit = copy.commit
-        if commit is not None and len(ranks_with_image(commit, commit.world_size)) == (
-            commit.world_size
-        ):
-            return str(copy.id)
-    return None
-
-
-def _file_system(tier: FileTierConfig | ObjectTierConfig) -> str:
-    """Return the kernel's name of the file system that a folder is on."""
-    assert tier.folder is not None
-    try:
-        return file_system_of(tier.folder) or "an unknown file system"
-    except OSError as error:
-        return f"a file system that cannot be examined ({error.strerror})"
-
-
-def _find_probe_files(
-    opened: OpenedTiers, tiers: Tiers, token: str
-) -> tuple[dict[str, bool], dict[str, str]]:
-    """Search rank 0's files for a limited time; return, by tier, whether its file was seen, and the errors."""
-    seen: dict[str, bool] = {}
-    failed: dict[str, str] = {}
-    began = time.monotonic()
-    key = f"{_prefix(opened.run)}{token}"
-    waiting = [tier for tier in tiers if tier.name in opened.stores]
-    while waiting:
-        for tier in list(waiting):
-            try:
-                opened.stores[tier.name].backend.stat(key)
-            except KeyNotFoundError:
-                if time.monotonic() - began < _search_s(opened, tier):
-                    continue
-                seen[tier.name] = False
-            except BackendError as error:
-                failed[tier.name] = str(error)
-            else:
-                seen[tier.name] = True
-            waiting.remove(tier)
-        if waiting:
-            time.sleep(PAUSE_S)
-    return seen, failed
-
-
-def _search_s(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> float:
-    return min(PATIENCE_S[shared_setting(tier)], opened.config.max_wait_s / 2)
 
 
 # Attempts, by the records on several tiers ------------------------------------------------------------
@@ -787,32 +740,3 @@ def newest_attempt(
         if failure is not None:
             raise failure
     return None
-
-
-def warn_of_overtaken_starts(
-    run: str,
-    starts: Sequence[AttemptStart],
-    known: Sequence[KnownCheckpoint],
-    reported: set[Key],
-) -> None:
-    """Log, once each, the starts that could not see each other's tiers, and how to return to those that do not count.
-    ``reported`` are those logged before; this adds to it."""
-    later = overtaken_starts(starts, above=UNSEEN_ATTEMPTS)
-    overtaken = {start.key for start, _ in later} | {x.key for x in starts if x.passed_over}
-    for key in sorted(overtaken - reported):
-        commits = [(checkpoint, checkpoint.commit) for checkpoint in known if checkpoint.abandoned]
-        left = [found for found, commit in commits if commit and start_of(commit).key == key]
-        if not left:
-            continue
-        reported.add(key)
-        logger.warning(
-            "run %s: of two starts that could not see each other's tiers, attempt %d does not count: the higher number "
-            "does, or of one number the start that the run went on from, or that began last. What it has saved is "
-            "abandoned: %s. If that is the wrong one, go back to it by restore(step=%d, attempt=%d); to keep it, pin "
-            "it now",
-            run,
-            key[0],
-            format_some([f"{c.id} on {'+'.join(c.copies)}" for c in left]),
-            left[-1].id.step,
-            key[0],
-        )
