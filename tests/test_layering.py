@@ -64,7 +64,7 @@ LINES = {
     ("core/format",): 1_309,
     ("core/state", "core/tensors"): 3_611,
     ("core/image",): 2_314,
-    ("core/runtime",): 2_141,
+    ("core/runtime",): 2_105,
     ("core/ranks",): 2_216,
     ("core/capture", "core/sampling"): 3_888,
     ("core/restore", "core/load", "core/copies"): 7_014,
