@@ -14,17 +14,14 @@ import logging
 import math
 import shutil
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.records import Commit, parse_commit, parse_manifest
 from tierfall.core.ranks.domains import node_name
-from tierfall.core.restore.inventory import unite_listings
 from tierfall.core.types.errors import (
     BackendError,
     CapacityError,
@@ -37,7 +34,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.tiers.host import ImagePool, image_files
 from tierfall.tiers.image_file import PAGE_BYTES, ImageFile, Region, Seal, room_for
 
@@ -53,57 +50,10 @@ _Key = tuple[CheckpointId, Shard]
 # Reading ----------------------------------------------------------------------------------------------
 
 
-class KeptImage(Protocol):
-    """A sealed image that a node keeps: this one, or another one that answers requests. Raises BackendError, and
-    IntegrityError."""
-
-    @property
-    def commit(self) -> Commit: ...
-
-    @property
-    def shard(self) -> Shard: ...
-
-    @property
-    def place(self) -> str:
-        """Where it is, for messages."""
-        ...
-
-    def manifest(self) -> bytes: ...
-
-    def read(self, offset: int, views: Iterable[memoryview]) -> None:
-        """Fill one view after the other with the image's bytes from ``offset`` on."""
-        ...
-
-
-class KeptReader(Protocol):
-    """What one node keeps of a run."""
-
-    def images(self) -> tuple[Sequence[KeptImage], Sequence[TierfallError]]:
-        """Return the images that are kept, and why others cannot be read. Raises BackendError."""
-        ...
-
-
-def list_images(tier: str, kept: KeptReader) -> Listing:
-    """List what a node keeps as checkpoints of a tier. Images of one number of attempt, but of two attempts, are not
-    one checkpoint."""
-    try:
-        images, problems = kept.images()
-    except TierfallError as error:
-        return Listing(tier=tier, error=error)
-    found = {image.place: Listing(tier=tier, copies=(copy_of(image.commit),)) for image in images}
-    united = unite_listings(tier, found)
-    return Listing(tier=tier, copies=united.copies, damaged=(*united.damaged, *problems))
-
-
-def copy_of(commit: Commit) -> FoundCopy:
-    """Return the copy that a record in peer memory stands for."""
-    id, size = commit.lineage.checkpoint, commit.image_bytes
-    return FoundCopy(id=id, state=CopyState.COMMITTED, bytes=size, commit=commit)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageHere:
-    """An image in a file of this node, as it was when the folder was listed."""
+    """A sealed image in a file of this node, as it was when the folder was listed. ``place`` is for messages. Its
+    methods raise BackendError, and IntegrityError."""
 
     path: Path
     run: str
@@ -123,6 +73,7 @@ class ImageHere:
             return region.manifest()
 
     def read(self, offset: int, views: Iterable[memoryview]) -> None:
+        """Fill one view after the other with the image's bytes from ``offset`` on."""
         with self._opened() as region:
             for view in views:
                 region.read_into(offset, view)
@@ -177,6 +128,7 @@ class KeptFolder:
         self.folder, self.run = folder, run
 
     def images(self) -> tuple[list[ImageHere], list[TierfallError]]:
+        """Return the images that are kept, and why others cannot be read."""
         found: list[ImageHere] = []
         problems: list[TierfallError] = []
         for path in [path for paths in image_files(self.folder).values() for path in paths]:

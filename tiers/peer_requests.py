@@ -336,7 +336,7 @@ class PeerClient:
     # Reading -------------------------------------------------------------------------------------
 
     def images(self) -> tuple[list[ImageThere], list[TierfallError]]:
-        """Return all images that the other node keeps, of earlier starts too; see ``KeptReader``."""
+        """Return all images that the other node keeps, of earlier starts too, and why others cannot be read."""
         rows, problems = json.loads(bytes(self.request("images", {})))
         found = [
             ImageThere(
