@@ -21,7 +21,8 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -279,49 +280,6 @@ CLEANUP_S = 1.0
 """Seconds that each call has after an interrupt (Ctrl-C): what is cleaned up then does not hold it up."""
 
 
-class LentViews:
-    """Views that another thread fills, one after the other, until they are taken back.
-
-    After that none is filled any more, unless its read ``waits`` for a medium: then its memory counts as being filled
-    (``runtime.buffers``) until that read returns.
-    """
-
-    def __init__(self, views: Iterable[memoryview], *, waits: bool) -> None:
-        self._views = views
-        self._waits = waits
-        self._changed = threading.Condition()
-        self._over = False
-        self._filled: memoryview | None = None
-
-    def __iter__(self) -> Iterator[memoryview]:
-        views = iter(self._views)
-        while True:
-            with self._changed:
-                if self._over:
-                    raise UnreachableError("the read was given up")
-                view = next(views, None)  # which may copy what was filled before
-                if view is None:
-                    return
-                self._filled = view
-                if self._waits:
-                    begin_filling(view)
-            yield view
-            self.on_filled()
-
-    def on_filled(self) -> None:
-        """The store has filled the last view that it asked for, or has returned."""
-        with self._changed:
-            view, self._filled = self._filled, None
-            if view is not None and self._waits:
-                end_filling(view)
-            self._changed.notify()
-
-    def take_back(self) -> None:
-        with self._changed:
-            self._over = True
-            self._changed.wait_for(lambda: self._filled is None or self._waits)
-
-
 class Bounded(Wrapper):
     """Ends each call to ``inner``, the backend of a tier, within a bound.
 
@@ -350,31 +308,50 @@ class Bounded(Wrapper):
         return _BoundedWriter(inner, self)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        def fill() -> None:
-            try:
-                self._inner.read_into(key, offset, view)
-            finally:
-                end_filling(view)
-
-        self._check_answers()
-        begin_filling(view)
-        self.call("read", fill, bytes=view.nbytes)
+        self._fill(lambda: self._inner.read_into(key, offset, view), [view])
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        """Fill ``views`` as ``inner`` does. Without the trait ``cache_never_waits``, they are to be parts of
-        buffers."""
-        lent = LentViews(views, waits=not self.traits.cache_never_waits)
+        """Fill ``views`` as ``inner`` does. Without the trait ``cache_never_waits``, they are to be parts of buffers.
+        With it, none of them is filled any more once the call is given up."""
+        if not self.traits.cache_never_waits:
+            parts = list(views)
+            return self._fill(lambda: self._inner.read_cached(key, offset, end, parts), parts)
+        left, lending, given_up = iter(views), threading.Lock(), threading.Event()
 
-        def fill() -> bool:
-            try:
+        def lend() -> Generator[memoryview, None, None]:
+            while True:
+                with lending:  # until the view is filled
+                    if given_up.is_set():
+                        raise UnreachableError("the read was given up")
+                    if (view := next(left, None)) is None:  # which may copy what was filled before
+                        return
+                    yield view
+
+        def read() -> bool:
+            with closing(lend()) as lent:
                 return self._inner.read_cached(key, offset, end, lent)
-            finally:
-                lent.on_filled()
 
         try:
-            return self.call("read", fill, bytes=end - offset)
+            return self.call("read", read, bytes=end - offset)
         finally:
-            lent.take_back()
+            with lending:
+                given_up.set()
+
+    def _fill(self, read: Callable[[], T], views: Sequence[memoryview]) -> T:
+        """Make a read into parts of buffers: their memory counts as being filled (``runtime.buffers``) until it
+        returns."""
+
+        def fill() -> T:
+            try:
+                return read()
+            finally:
+                for view in views:
+                    end_filling(view)
+
+        self._check_answers()
+        for view in views:
+            begin_filling(view)
+        return self.call("read", fill, bytes=sum(view.nbytes for view in views))
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         """Finish the listing before the first row is yielded."""
