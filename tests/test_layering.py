@@ -72,7 +72,7 @@ LINES = {
     ("core/flush",): 7_607,
     ("policies",): 2_174,
     ("backends",): 5_739,
-    ("tiers",): 4_690,
+    ("tiers",): 4_676,
     ("tierfall/config",): 2_054,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_111,
     ("tierfall/ops",): 3_228,
