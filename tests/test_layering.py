@@ -71,7 +71,7 @@ LINES = {
     ("core/compression",): 360,
     ("core/flush",): 7_607,
     ("policies",): 2_174,
-    ("backends",): 5_739,
+    ("backends",): 5_724,
     ("tiers",): 4_676,
     ("tierfall/config",): 2_054,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_111,

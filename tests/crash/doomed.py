@@ -132,7 +132,7 @@ class Point:
 
 def _writes(tier: str, ending: str) -> Callable[..., bool]:
     def fits(writer: PosixWriter, *args: object, **more: object) -> bool:
-        there = writer._context.folders.path.name == tier
+        there = writer._backend.folders.path.name == tier
         return there and "/step-" in writer._key and writer._key.endswith(ending)
 
     return fits
