@@ -2,11 +2,10 @@
 
 ``Retrying`` makes idempotent calls again after retryable errors, and limits the rates. Reads, listings, deletions, the
 write of one range, and ``publish`` under ``Publish.REPLACE`` are idempotent; a writer that cannot publish again raises
-that it is dead, and the first error is then chained. ``publish`` under ``Publish.IF_ABSENT`` is not retried, and its
-retryable error is raised as one that is not: if only the answer was lost, a second try would fail because of the first.
-The rates of writes and reads are separate: a restore does not disturb training. The bytes of every try count. Idle time
-earns no credit: a burst after a pause would disturb training. ``read_cached`` is not limited: it does not use the
-medium.
+that it is dead, and the first error is then chained. ``publish`` under ``Publish.IF_ABSENT`` is not retried: if only
+the answer was lost, a second try would fail because of the first. The rates of writes and reads are separate: a restore
+does not disturb training. The bytes of every try count. Idle time earns no credit: a burst after a pause would disturb
+training. ``read_cached`` is not limited: it does not use the medium.
 
 ``Bounded`` ends calls within a bound: a restore goes on from another tier where this one does not answer, and a command
 names it. A thread in a system call cannot be ended, so each call has a thread of its own, which may be left behind.
@@ -186,8 +185,7 @@ class Retrying(Wrapper):
         return found
 
     def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
-        what = f"{key!r} in {self.place}"
-        return _RetryingWriter(inner, self._retry, publish, what, self._writes, self.traits)
+        return _RetryingWriter(inner, self._retry, publish, self._writes, self.traits)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         """Wait for the rate of the whole read, then make it in one call: between two, the object could be replaced."""
@@ -218,14 +216,12 @@ class _RetryingWriter(WriterWrapper):
         inner: Writer,
         retry: RetryPolicy,
         publish: Publish,
-        what: str,
         rate: RateLimiter | None,
         traits: Traits,
     ) -> None:
         super().__init__(inner)
         self._retry = retry
         self._mode = publish
-        self._what = what
         self._rate = rate
         # not divided if a backend bounds the length of a write, nor if offsets must rise: a retry of the whole range
         # would begin at an earlier offset
@@ -245,22 +241,8 @@ class _RetryingWriter(WriterWrapper):
 
     def publish(self) -> None:
         if self._mode is Publish.IF_ABSENT:
-            self._publish_once()
-        else:
-            self._publish_again()
-
-    def _publish_once(self) -> None:
-        try:
             self._inner.publish()
-        except BackendError as error:
-            if error.retryable:
-                raise BackendError(
-                    f"publish {self._what}: no answer, so it is not known whether it was created; read it and compare "
-                    "before trying again"
-                ) from error
-            raise
-
-    def _publish_again(self) -> None:
+            return
         first: list[BackendError] = []
 
         def call() -> None:

@@ -83,21 +83,14 @@ class Documents:
         return bytes(data)
 
     def create(self, key: str, data: bytes) -> None:
-        """Create a document; raises KeyExistsError where the key is taken.
+        """Create a document; raises KeyExistsError where the key is taken: a caller compares the document with its own,
+        since a try whose answer was lost may have created it.
 
         On a backend without conditional create, a stat comes first: it finds an earlier document, but not one that
         another process writes at the same moment.
         """
         if self.backend.traits.conditional_create:
-            try:
-                self._write(key, data, Publish.IF_ABSENT)
-            except KeyExistsError:
-                raise
-            except BackendError as error:
-                if isinstance(error.__cause__, UnreachableError):
-                    # Retryable again: a caller that gets KeyExistsError compares the document with its own.
-                    raise UnreachableError(f"{self.what(key)}: {error.__cause__}") from error
-                raise
+            self._write(key, data, Publish.IF_ABSENT)
             return
         if self.exists(key):
             raise KeyExistsError(f"{self.what(key)}: it is there already")
