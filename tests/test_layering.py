@@ -78,7 +78,7 @@ LINES = {
     ("tierfall/ops",): 3_228,
     ("tierfall/telemetry",): 1_757,
     ("tierfall/cli",): 3_699,
-    ("tierfall/integrations",): 2_929,
+    ("tierfall/integrations",): 2_894,
     ("tierfall/imports", "tierfall/export"): 2_810,
     ("tierfall/plan",): 177,
     ("tierfall/demo",): 620,
