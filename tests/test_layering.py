@@ -72,7 +72,7 @@ LINES = {
     ("core/flush",): 7_607,
     ("policies",): 2_174,
     ("backends",): 5_706,
-    ("tiers",): 4_669,
+    ("tiers",): 4_650,
     ("tierfall/config",): 2_054,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_111,
     ("tierfall/ops",): 3_228,

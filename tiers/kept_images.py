@@ -15,7 +15,7 @@ import math
 import shutil
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,31 +69,38 @@ class ImageHere:
         return str(self.path)
 
     def manifest(self) -> bytes:
-        with self._opened() as region:
+        with self.opened() as region:
             return region.manifest()
 
     def read(self, offset: int, views: Iterable[memoryview]) -> None:
         """Fill one view after the other with the image's bytes from ``offset`` on."""
-        with self._opened() as region:
+        with self.opened() as region:
             for view in views:
                 region.read_into(offset, view)
                 offset += view.nbytes
 
     def verify(self) -> None:
         """Read the image, and compare all of it with its digests. Raises IntegrityError."""
-        with self._opened() as region:
+        with self.opened() as region:
             manifest = parse_manifest(region.manifest(), what=str(self.path))
             for index, digest in enumerate(manifest.digests):
                 start, end = manifest.chunk_range(index)
                 if chunk_digest(region.image[start:end]) != digest:
                     raise IntegrityError(f"{self.path}: chunk {index} does not match its digest")
 
-    @contextmanager
-    def _opened(self) -> Iterator[Region]:
-        with _opened(self.path, self.run) as file:
-            if file.region is None or file.region.sealed_as != self.seal:
-                raise _gone(self.path)
-            yield file.region
+    def opened(self) -> AbstractContextManager[Region]:
+        return opened_image(self.path, self.run, self.seal.commit.digest)
+
+
+@contextmanager
+def opened_image(path: Path, run: str, commit_digest: str) -> Iterator[Region]:
+    """Open an image for reading. Raises KeyNotFoundError if its file has no image with that commit record any more."""
+    with _opened(path, run) as file:
+        region = file.region
+        seal = region.sealed_as if region is not None else None
+        if region is None or seal is None or seal.commit.digest != commit_digest:
+            raise _gone(path)
+        yield region
 
 
 def _gone(path: Path) -> KeyNotFoundError:
