@@ -76,7 +76,7 @@ LINES = {
     ("tierfall/config",): 2_054,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_111,
     ("tierfall/ops",): 3_228,
-    ("tierfall/telemetry",): 1_757,
+    ("tierfall/telemetry",): 1_742,
     ("tierfall/cli",): 3_699,
     ("tierfall/integrations",): 2_894,
     ("tierfall/imports", "tierfall/export"): 2_810,
