@@ -41,7 +41,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.types.lineage import AttemptStart, Key
+from tierfall.core.types.lineage import Key
 from tierfall.core.types.text import without_secrets
 from tierfall.core.types.values import CheckpointId
 
@@ -546,28 +546,11 @@ class LineageRecords:
                 writer = self._fence.read(number)
         if writer is not None and writer.id == line.attempt_id:
             began_s = writer.wall_time_s
-        began_ms = max(0, int(began_s * 1000))
-        start = replace(start_of(commit), began_s=began_ms / 1000)
-        name = keys.start_name(
-            number, line.attempt_id, began_ms=began_ms, started_from=line.started_from
-        )
+        start = replace(start_of(commit), began_s=max(0, int(began_s * 1000)) / 1000)
+        name = keys.start_name(start)
         # A crafted commit record may have an id that no file name can have.
-        if start_from_name(name) == start:
+        if keys.parse_start(name) == start:
             with suppress(KeyExistsError):
                 key = f"{self._run}/{keys.LINEAGE_FOLDER}/{name}"
                 self._documents.create(key, encode_start(self._run, start))
         self.note((number, line.attempt_id))
-
-
-def start_from_name(name: str) -> AttemptStart | None:
-    """Read how an attempt began from the name of its lineage record; None for another name."""
-    parsed = keys.parse_start(name)
-    if parsed is None:
-        return None
-    number, attempt_id, began_ms, started_from = parsed
-    return AttemptStart(
-        attempt=number,
-        attempt_id=attempt_id,
-        started_from=started_from,
-        began_s=began_ms / 1000,
-    )
