@@ -2,11 +2,10 @@
 
 ``Retrying`` makes idempotent calls again after retryable errors, and limits the rates. Reads, listings, deletions, the
 write of one range, and ``publish`` under ``Publish.REPLACE`` are idempotent; a writer that cannot publish again raises
-that it is dead, and the first error is then chained. ``publish`` under ``Publish.IF_ABSENT`` is not retried, and its
-retryable error is raised as one that is not: if only the answer was lost, a second try would fail because of the first.
-The rates of writes and reads are separate: a restore does not disturb training. The bytes of every try count. Idle time
-earns no credit: a burst after a pause would disturb training. ``read_cached`` is not limited: it does not use the
-medium.
+that it is dead, and the first error is then chained. ``publish`` under ``Publish.IF_ABSENT`` is not retried: if only
+the answer was lost, a second try would fail because of the first. The rates of writes and reads are separate: a restore
+does not disturb training. The bytes of every try count. Idle time earns no credit: a burst after a pause would disturb
+training. ``read_cached`` is not limited: it does not use the medium.
 
 ``Bounded`` ends calls within a bound: a restore goes on from another tier where this one does not answer, and a command
 names it. A thread in a system call cannot be ended, so each call has a thread of its own, which may be left behind.
@@ -21,7 +20,8 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -185,8 +185,7 @@ class Retrying(Wrapper):
         return found
 
     def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
-        what = f"{key!r} in {self.place}"
-        return _RetryingWriter(inner, self._retry, publish, what, self._writes, self.traits)
+        return _RetryingWriter(inner, self._retry, publish, self._writes, self.traits)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         """Wait for the rate of the whole read, then make it in one call: between two, the object could be replaced."""
@@ -217,14 +216,12 @@ class _RetryingWriter(WriterWrapper):
         inner: Writer,
         retry: RetryPolicy,
         publish: Publish,
-        what: str,
         rate: RateLimiter | None,
         traits: Traits,
     ) -> None:
         super().__init__(inner)
         self._retry = retry
         self._mode = publish
-        self._what = what
         self._rate = rate
         # not divided if a backend bounds the length of a write, nor if offsets must rise: a retry of the whole range
         # would begin at an earlier offset
@@ -244,22 +241,8 @@ class _RetryingWriter(WriterWrapper):
 
     def publish(self) -> None:
         if self._mode is Publish.IF_ABSENT:
-            self._publish_once()
-        else:
-            self._publish_again()
-
-    def _publish_once(self) -> None:
-        try:
             self._inner.publish()
-        except BackendError as error:
-            if error.retryable:
-                raise BackendError(
-                    f"publish {self._what}: no answer, so it is not known whether it was created; read it and compare "
-                    "before trying again"
-                ) from error
-            raise
-
-    def _publish_again(self) -> None:
+            return
         first: list[BackendError] = []
 
         def call() -> None:
@@ -277,49 +260,6 @@ class _RetryingWriter(WriterWrapper):
 
 CLEANUP_S = 1.0
 """Seconds that each call has after an interrupt (Ctrl-C): what is cleaned up then does not hold it up."""
-
-
-class LentViews:
-    """Views that another thread fills, one after the other, until they are taken back.
-
-    After that none is filled any more, unless its read ``waits`` for a medium: then its memory counts as being filled
-    (``runtime.buffers``) until that read returns.
-    """
-
-    def __init__(self, views: Iterable[memoryview], *, waits: bool) -> None:
-        self._views = views
-        self._waits = waits
-        self._changed = threading.Condition()
-        self._over = False
-        self._filled: memoryview | None = None
-
-    def __iter__(self) -> Iterator[memoryview]:
-        views = iter(self._views)
-        while True:
-            with self._changed:
-                if self._over:
-                    raise UnreachableError("the read was given up")
-                view = next(views, None)  # which may copy what was filled before
-                if view is None:
-                    return
-                self._filled = view
-                if self._waits:
-                    begin_filling(view)
-            yield view
-            self.on_filled()
-
-    def on_filled(self) -> None:
-        """The store has filled the last view that it asked for, or has returned."""
-        with self._changed:
-            view, self._filled = self._filled, None
-            if view is not None and self._waits:
-                end_filling(view)
-            self._changed.notify()
-
-    def take_back(self) -> None:
-        with self._changed:
-            self._over = True
-            self._changed.wait_for(lambda: self._filled is None or self._waits)
 
 
 class Bounded(Wrapper):
@@ -350,31 +290,50 @@ class Bounded(Wrapper):
         return _BoundedWriter(inner, self)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        def fill() -> None:
-            try:
-                self._inner.read_into(key, offset, view)
-            finally:
-                end_filling(view)
-
-        self._check_answers()
-        begin_filling(view)
-        self.call("read", fill, bytes=view.nbytes)
+        self._fill(lambda: self._inner.read_into(key, offset, view), [view])
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        """Fill ``views`` as ``inner`` does. Without the trait ``cache_never_waits``, they are to be parts of
-        buffers."""
-        lent = LentViews(views, waits=not self.traits.cache_never_waits)
+        """Fill ``views`` as ``inner`` does. Without the trait ``cache_never_waits``, they are to be parts of buffers.
+        With it, none of them is filled any more once the call is given up."""
+        if not self.traits.cache_never_waits:
+            parts = list(views)
+            return self._fill(lambda: self._inner.read_cached(key, offset, end, parts), parts)
+        left, lending, given_up = iter(views), threading.Lock(), threading.Event()
 
-        def fill() -> bool:
-            try:
+        def lend() -> Generator[memoryview, None, None]:
+            while True:
+                with lending:  # until the view is filled
+                    if given_up.is_set():
+                        raise UnreachableError("the read was given up")
+                    if (view := next(left, None)) is None:  # which may copy what was filled before
+                        return
+                    yield view
+
+        def read() -> bool:
+            with closing(lend()) as lent:
                 return self._inner.read_cached(key, offset, end, lent)
-            finally:
-                lent.on_filled()
 
         try:
-            return self.call("read", fill, bytes=end - offset)
+            return self.call("read", read, bytes=end - offset)
         finally:
-            lent.take_back()
+            with lending:
+                given_up.set()
+
+    def _fill(self, read: Callable[[], T], views: Sequence[memoryview]) -> T:
+        """Make a read into parts of buffers: their memory counts as being filled (``runtime.buffers``) until it
+        returns."""
+
+        def fill() -> T:
+            try:
+                return read()
+            finally:
+                for view in views:
+                    end_filling(view)
+
+        self._check_answers()
+        for view in views:
+            begin_filling(view)
+        return self.call("read", fill, bytes=sum(view.nbytes for view in views))
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         """Finish the listing before the first row is yielded."""

@@ -81,7 +81,7 @@ class Packing:
     """The codec of one tier, and its buffers, reused from image to image.
 
     ``parallel`` threads pack at once. The memory is bounded by ``2 * parallel + 1`` buffers of about ``chunk_bytes``
-    (planes and frame of each thread, and one frame that waits) and ``parallel`` parts in flight.
+    (planes and frame of each thread, and one frame that waits) and, for each image, ``parallel`` parts in flight.
     """
 
     def __init__(
@@ -104,7 +104,6 @@ class Packing:
         self._scratch = BufferPool(bytes=chunk_bytes, count=parallel)
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._spare: list[memoryview] = []
 
     def pack(self, chunk: memoryview, frame: memoryview, *, width: int) -> int:
         """Pack ``chunk`` into ``frame`` and return the frame's length. Each thread has its own compressor."""
@@ -121,18 +120,6 @@ class Packing:
                 seconds=before.seconds + seconds,
             )
         return length
-
-    def take_part(self, bytes: int) -> memoryview:
-        with self._lock:
-            if self._spare and len(self._spare[-1]) >= bytes:
-                return self._spare.pop()
-            self._spare.clear()
-        return allocate(bytes)
-
-    def return_part(self, part: memoryview) -> None:
-        with self._lock:
-            if len(self._spare) < self.parallel:
-                self._spare.append(part)
 
 
 @dataclass(slots=True)
@@ -153,14 +140,14 @@ class _UploadPart:
 
 @dataclass(slots=True, kw_only=True)
 class _PackedStream:
-    """Frames that wait, by chunk; the lengths of frames already in parts; the part being filled; full parts.
-    Guarded by the writer's lock."""
+    """Frames that wait, by chunk; the lengths of frames already in parts; the part being filled; full parts; memory for
+    further ones. Guarded by the writer's lock."""
 
     waiting: dict[int, _PendingFrame] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     filling: _UploadPart | None = None
     full: list[_UploadPart] = field(default_factory=list)
-    parts_out: int = 0
+    free: list[memoryview] = field(default_factory=list)
     end: int = 0
 
 
@@ -191,6 +178,7 @@ class PackedImageWriter(ImageUpload):
         self._part_bytes = -(-min(least, bound) // _PAGE_BYTES) * _PAGE_BYTES
         self._lock = threading.Lock()
         self._stream = _PackedStream()
+        self._stream.free = [allocate(self._part_bytes) for _ in range(packing.parallel)]
         self._packed: FrameTable | None = None
         self._published = False
         self._writer = create(bound)
@@ -227,9 +215,8 @@ class PackedImageWriter(ImageUpload):
                 with self._lock:
                     self._stream.full.insert(0, part)
                 raise
-            self._packing.return_part(part.buffer)
             with self._lock:
-                self._stream.parts_out -= 1
+                self._stream.free.append(part.buffer)
 
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
         """Send the rest, publish, and store the frame table; may be called again after a retryable failure."""
@@ -299,10 +286,9 @@ class PackedImageWriter(ImageUpload):
     def _has_room(self) -> bool:
         stream = self._stream
         if stream.filling is None:
-            if stream.parts_out >= self._packing.parallel:
+            if not stream.free:
                 return False
-            stream.filling = _UploadPart(stream.end, self._packing.take_part(self._part_bytes))
-            stream.parts_out += 1
+            stream.filling = _UploadPart(stream.end, stream.free.pop())
         return True
 
     def _copy_frame(self, frame: _PendingFrame) -> None:

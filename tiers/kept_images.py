@@ -14,17 +14,14 @@ import logging
 import math
 import shutil
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.records import Commit, parse_commit, parse_manifest
 from tierfall.core.ranks.domains import node_name
-from tierfall.core.restore.inventory import unite_listings
 from tierfall.core.types.errors import (
     BackendError,
     CapacityError,
@@ -37,7 +34,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.tiers.host import ImagePool, image_files
 from tierfall.tiers.image_file import PAGE_BYTES, ImageFile, Region, Seal, room_for
 
@@ -53,57 +50,10 @@ _Key = tuple[CheckpointId, Shard]
 # Reading ----------------------------------------------------------------------------------------------
 
 
-class KeptImage(Protocol):
-    """A sealed image that a node keeps: this one, or another one that answers requests. Raises BackendError, and
-    IntegrityError."""
-
-    @property
-    def commit(self) -> Commit: ...
-
-    @property
-    def shard(self) -> Shard: ...
-
-    @property
-    def place(self) -> str:
-        """Where it is, for messages."""
-        ...
-
-    def manifest(self) -> bytes: ...
-
-    def read(self, offset: int, views: Iterable[memoryview]) -> None:
-        """Fill one view after the other with the image's bytes from ``offset`` on."""
-        ...
-
-
-class KeptReader(Protocol):
-    """What one node keeps of a run."""
-
-    def images(self) -> tuple[Sequence[KeptImage], Sequence[TierfallError]]:
-        """Return the images that are kept, and why others cannot be read. Raises BackendError."""
-        ...
-
-
-def list_images(tier: str, kept: KeptReader) -> Listing:
-    """List what a node keeps as checkpoints of a tier. Images of one number of attempt, but of two attempts, are not
-    one checkpoint."""
-    try:
-        images, problems = kept.images()
-    except TierfallError as error:
-        return Listing(tier=tier, error=error)
-    found = {image.place: Listing(tier=tier, copies=(copy_of(image.commit),)) for image in images}
-    united = unite_listings(tier, found)
-    return Listing(tier=tier, copies=united.copies, damaged=(*united.damaged, *problems))
-
-
-def copy_of(commit: Commit) -> FoundCopy:
-    """Return the copy that a record in peer memory stands for."""
-    id, size = commit.lineage.checkpoint, commit.image_bytes
-    return FoundCopy(id=id, state=CopyState.COMMITTED, bytes=size, commit=commit)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageHere:
-    """An image in a file of this node, as it was when the folder was listed."""
+    """A sealed image in a file of this node, as it was when the folder was listed. ``place`` is for messages. Its
+    methods raise BackendError, and IntegrityError."""
 
     path: Path
     run: str
@@ -119,30 +69,38 @@ class ImageHere:
         return str(self.path)
 
     def manifest(self) -> bytes:
-        with self._opened() as region:
+        with self.opened() as region:
             return region.manifest()
 
     def read(self, offset: int, views: Iterable[memoryview]) -> None:
-        with self._opened() as region:
+        """Fill one view after the other with the image's bytes from ``offset`` on."""
+        with self.opened() as region:
             for view in views:
                 region.read_into(offset, view)
                 offset += view.nbytes
 
     def verify(self) -> None:
         """Read the image, and compare all of it with its digests. Raises IntegrityError."""
-        with self._opened() as region:
+        with self.opened() as region:
             manifest = parse_manifest(region.manifest(), what=str(self.path))
             for index, digest in enumerate(manifest.digests):
                 start, end = manifest.chunk_range(index)
                 if chunk_digest(region.image[start:end]) != digest:
                     raise IntegrityError(f"{self.path}: chunk {index} does not match its digest")
 
-    @contextmanager
-    def _opened(self) -> Iterator[Region]:
-        with _opened(self.path, self.run) as file:
-            if file.region is None or file.region.sealed_as != self.seal:
-                raise _gone(self.path)
-            yield file.region
+    def opened(self) -> AbstractContextManager[Region]:
+        return opened_image(self.path, self.run, self.seal.commit.digest)
+
+
+@contextmanager
+def opened_image(path: Path, run: str, commit_digest: str) -> Iterator[Region]:
+    """Open an image for reading. Raises KeyNotFoundError if its file has no image with that commit record any more."""
+    with _opened(path, run) as file:
+        region = file.region
+        seal = region.sealed_as if region is not None else None
+        if region is None or seal is None or seal.commit.digest != commit_digest:
+            raise _gone(path)
+        yield region
 
 
 def _gone(path: Path) -> KeyNotFoundError:
@@ -177,6 +135,7 @@ class KeptFolder:
         self.folder, self.run = folder, run
 
     def images(self) -> tuple[list[ImageHere], list[TierfallError]]:
+        """Return the images that are kept, and why others cannot be read."""
         found: list[ImageHere] = []
         problems: list[TierfallError] = []
         for path in [path for paths in image_files(self.folder).values() for path in paths]:

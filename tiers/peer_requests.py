@@ -14,11 +14,10 @@ import os
 import socket
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from tierfall.backends.toolkit.views import flat
 from tierfall.core.format.records import Commit, parse_commit
@@ -36,25 +35,22 @@ from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
-    KeyNotFoundError,
     LockError,
     TierfallError,
     UnreachableError,
     error_class,
 )
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.tiers.kept_images import ImageHere, KeptImages
+from tierfall.tiers.image_file import Region
+from tierfall.tiers.kept_images import KeptImages, opened_image
 
 logger = logging.getLogger("tierfall")
-T = TypeVar("T")
 
 READ_BYTES_MAX = 4 << 20
 RECORDS_BYTES_MAX = 512 << 20
 CLOSE_S = 5.0
 TRIES = 2
 """How often a request is sent before its copy counts as stalled: a silent node rarely answers the next moment."""
-
-_clients: weakref.WeakSet[PeerClient] = weakref.WeakSet()
 
 
 # The server -------------------------------------------------------------------------------------------
@@ -96,8 +92,6 @@ class Requests:
         self._may_send = sender in server.senders
         self._idle_s = server.idle_s
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._found: dict[tuple[CheckpointId, Shard, str], Sequence[ImageHere]] = {}
-        """The files that were read last."""
 
     def run(self) -> None:
         while True:
@@ -131,7 +125,8 @@ class Requests:
             case "images":
                 return {}, memoryview(self._list())
             case "manifest":
-                return {}, memoryview(self._read(head, ImageHere.manifest))
+                with self._opened(head) as region:
+                    return {}, memoryview(region.manifest())
             case "read":
                 return {}, self._read_range(head)
         raise BackendError(f"{do!r} is no request")
@@ -180,7 +175,10 @@ class Requests:
     def _list(self) -> bytes:
         images, problems = self._images.kept.images()
         rows = [
-            [i.path.name, i.shard.rank, i.shard.world_size, i.commit.encode().decode()]
+            [
+                *(i.path.name, i.seal.commit.digest, i.shard.rank, i.shard.world_size),
+                i.commit.encode().decode(),
+            ]
             for i in images
         ]
         return json.dumps([rows, [[_kind(each), str(each)] for each in problems]]).encode()
@@ -192,26 +190,14 @@ class Requests:
         if length > self._buffer.nbytes:
             self._buffer = memoryview(bytearray(length))
         view = self._buffer[:length]
-        self._read(head, lambda image: image.read(offset, [view]))
+        with self._opened(head) as region:
+            region.read_into(offset, view)
         return view
 
-    def _read(self, head: Head, read: Callable[[ImageHere], T]) -> T:
-        """Read an image, from the first file that has it and can be read."""
-        checkpoint, shard = _key(head)
-        key = checkpoint, shard, str(head["attempt_id"])
-        found, failure = self._found.get(key), None
-        if found is None:
-            found = self._images.kept.find(*key)
-        self._found = {}
-        for image in found:
-            try:
-                value = read(image)
-            except TierfallError as error:
-                failure = error
-            else:
-                self._found = {key: found}
-                return value
-        raise failure or KeyNotFoundError(f"no image of {shard} of {checkpoint} is kept here")
+    def _opened(self, head: Head) -> AbstractContextManager[Region]:
+        kept = self._images.kept
+        path = kept.folder / os.path.basename(str(head["name"]))
+        return opened_image(path, kept.run, str(head["commit_digest"]))
 
 
 def _key(head: Head) -> tuple[CheckpointId, Shard]:
@@ -229,10 +215,11 @@ def _kind(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ImageThere:
-    """An image that another node keeps, in the file ``name``."""
+    """An image that another node keeps, in the file ``name``; ``commit_digest`` is that of its commit record there."""
 
     client: PeerClient
     name: str
+    commit_digest: str
     commit: Commit
     shard: Shard
 
@@ -254,8 +241,7 @@ class ImageThere:
 
     @property
     def _head(self) -> Head:
-        line = self.commit.lineage
-        return {**_head(line.checkpoint, self.shard), "attempt_id": line.attempt_id}
+        return {"name": self.name, "commit_digest": self.commit_digest}
 
 
 class PeerClient:
@@ -289,7 +275,6 @@ class PeerClient:
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._closed = False
-        _clients.add(self)
 
     # Sending -------------------------------------------------------------------------------------
 
@@ -336,16 +321,17 @@ class PeerClient:
     # Reading -------------------------------------------------------------------------------------
 
     def images(self) -> tuple[list[ImageThere], list[TierfallError]]:
-        """Return all images that the other node keeps, of earlier starts too; see ``KeptReader``."""
+        """Return all images that the other node keeps, of earlier starts too, and why others cannot be read."""
         rows, problems = json.loads(bytes(self.request("images", {})))
         found = [
             ImageThere(
                 self,
                 name,
+                digest,
                 parse_commit(text.encode(), what=f"commit record of {name} in {self.place}"),
                 Shard(rank, world_size),
             )
-            for name, rank, world_size, text in rows
+            for name, digest, rank, world_size, text in rows
         ]
         return found, [error_class(kind, BackendError)(text) for kind, text in problems]
 
@@ -438,12 +424,8 @@ class PeerClient:
             self._sender, self._address, self._secret, run=self._run, timeout_s=timeout_s
         )
 
-    def close_inherited(self) -> None:
-        """In a forked child: its copies of the parent's connections are closed already."""
-        self._lock, self._idle = threading.Lock(), []
 
-
-def _head(checkpoint: CheckpointId, shard: Shard, upload: int = 0) -> Head:
+def _head(checkpoint: CheckpointId, shard: Shard, upload: int) -> Head:
     return {
         "checkpoint": [checkpoint.step, checkpoint.attempt],
         "shard": [shard.rank, shard.world_size],
@@ -453,11 +435,3 @@ def _head(checkpoint: CheckpointId, shard: Shard, upload: int = 0) -> Head:
 
 def _left_s(deadline_s: float) -> float:
     return max(deadline_s - time.monotonic(), LEAST_TIMEOUT_S)
-
-
-def _close_inherited() -> None:
-    for client in list(_clients):
-        client.close_inherited()
-
-
-os.register_at_fork(after_in_child=_close_inherited)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from tierfall.core.format.records import (
     NamedFile,
     records_bytes_max,
 )
+from tierfall.core.restore.inventory import unite_listings
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (
     BackendError,
@@ -36,12 +37,15 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.types.values import CheckpointId, Codec, Shard
-from tierfall.tiers.kept_images import KeptImage, KeptImages, KeptReader, copy_of, list_images
-from tierfall.tiers.peer_requests import PeerClient
+from tierfall.core.types.values import CheckpointId, Codec, CopyState, Shard
+from tierfall.tiers.kept_images import ImageHere, KeptFolder, KeptImages
+from tierfall.tiers.peer_requests import ImageThere, PeerClient
 from tierfall.tiers.stored import StoredTier
 
 T = TypeVar("T")
+KeptImage = ImageHere | ImageThere
+KeptReader = KeptFolder | PeerClient
+"""What one node keeps of a run: this one, or another one that answers requests."""
 NAMES_BYTES = 256 << 10
 """Room for the metrics and tags of a checkpoint, which are known at its end."""
 
@@ -83,7 +87,14 @@ class PeerCache(StoredTier):
     # What this node keeps ------------------------------------------------------------------------
 
     def list(self, *, newest: bool = False) -> Listing:
-        listing = list_images(self.name, self._kept)
+        try:
+            images, problems = self._kept.images()
+        except TierfallError as error:
+            return Listing(tier=self.name, error=error)
+        found = {i.place: Listing(tier=self.name, copies=(_copy_of(i.commit),)) for i in images}
+        # images of one number of attempt, but of two attempts, are not one checkpoint
+        united = unite_listings(self.name, found)
+        listing = replace(united, damaged=(*united.damaged, *problems))
         self._attempt_ids |= {c.id: c.commit.lineage.attempt_id for c in listing.copies if c.commit}
         return listing
 
@@ -93,7 +104,7 @@ class PeerCache(StoredTier):
             raise listing.error
         found = listing.copy(checkpoint)
         if found is None and checkpoint in self._written:  # and nothing of it is kept here
-            return copy_of(self._written[checkpoint])
+            return _copy_of(self._written[checkpoint])
         return found
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
@@ -309,6 +320,12 @@ class PeerCache(StoredTier):
         for client in self._sent:
             client.close()
         super().close()
+
+
+def _copy_of(commit: Commit) -> FoundCopy:
+    """Return the copy that a record in peer memory stands for."""
+    id, size = commit.lineage.checkpoint, commit.image_bytes
+    return FoundCopy(id=id, state=CopyState.COMMITTED, bytes=size, commit=commit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.types.lineage import AttemptStart, Key
+from tierfall.core.types.lineage import Key
 from tierfall.core.types.text import without_secrets
 from tierfall.core.types.values import CheckpointId
 
@@ -83,21 +83,14 @@ class Documents:
         return bytes(data)
 
     def create(self, key: str, data: bytes) -> None:
-        """Create a document; raises KeyExistsError where the key is taken.
+        """Create a document; raises KeyExistsError where the key is taken: a caller compares the document with its own,
+        since a try whose answer was lost may have created it.
 
         On a backend without conditional create, a stat comes first: it finds an earlier document, but not one that
         another process writes at the same moment.
         """
         if self.backend.traits.conditional_create:
-            try:
-                self._write(key, data, Publish.IF_ABSENT)
-            except KeyExistsError:
-                raise
-            except BackendError as error:
-                if isinstance(error.__cause__, UnreachableError):
-                    # Retryable again: a caller that gets KeyExistsError compares the document with its own.
-                    raise UnreachableError(f"{self.what(key)}: {error.__cause__}") from error
-                raise
+            self._write(key, data, Publish.IF_ABSENT)
             return
         if self.exists(key):
             raise KeyExistsError(f"{self.what(key)}: it is there already")
@@ -553,28 +546,11 @@ class LineageRecords:
                 writer = self._fence.read(number)
         if writer is not None and writer.id == line.attempt_id:
             began_s = writer.wall_time_s
-        began_ms = max(0, int(began_s * 1000))
-        start = replace(start_of(commit), began_s=began_ms / 1000)
-        name = keys.start_name(
-            number, line.attempt_id, began_ms=began_ms, started_from=line.started_from
-        )
+        start = replace(start_of(commit), began_s=max(0, int(began_s * 1000)) / 1000)
+        name = keys.start_name(start)
         # A crafted commit record may have an id that no file name can have.
-        if start_from_name(name) == start:
+        if keys.parse_start(name) == start:
             with suppress(KeyExistsError):
                 key = f"{self._run}/{keys.LINEAGE_FOLDER}/{name}"
                 self._documents.create(key, encode_start(self._run, start))
         self.note((number, line.attempt_id))
-
-
-def start_from_name(name: str) -> AttemptStart | None:
-    """Read how an attempt began from the name of its lineage record; None for another name."""
-    parsed = keys.parse_start(name)
-    if parsed is None:
-        return None
-    number, attempt_id, began_ms, started_from = parsed
-    return AttemptStart(
-        attempt=number,
-        attempt_id=attempt_id,
-        started_from=started_from,
-        began_s=began_ms / 1000,
-    )

@@ -53,7 +53,6 @@ from tierfall.tiers.run_files import (
     LineageRecords,
     SetIdentityCheck,
     TierRecordFile,
-    start_from_name,
 )
 
 logger = logging.getLogger("tierfall")
@@ -300,7 +299,7 @@ class StoredTier:
             folder, _, rest = stored.key.removeprefix(f"{self._run}/").partition("/")
             if folder == keys.ATTEMPTS_FOLDER and (number := keys.parse_attempt(rest)):
                 attempts.append(number)
-            elif folder == keys.LINEAGE_FOLDER and (start := start_from_name(rest)):
+            elif folder == keys.LINEAGE_FOLDER and (start := keys.parse_start(rest)):
                 starts.append(start)
                 self._lineage.note(start.key)
             elif folder == keys.DECIDED_FOLDER:

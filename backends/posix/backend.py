@@ -13,7 +13,6 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.backends.posix import system
@@ -23,7 +22,6 @@ from tierfall.backends.posix.system import (
     DIRECT_BYTES_MIN,
     UNPROBED,
     Exclusive,
-    Medium,
     backend_error,
     direct_block,
     is_cached,
@@ -90,39 +88,36 @@ class PosixBackend(BackendBase):
         self._path = Path(os.path.abspath(root))
         super().__init__(str(self._path), read_only=read_only)
         self._ask_kernel = read_only and direct_io
-        self._folders = _open_root(self._path, read_only=read_only)
+        self.folders = _open_root(self._path, read_only=read_only)
         try:
-            with self._folders.opened("") as folder:
-                self._medium = (
+            with self.folders.opened("") as folder:
+                self.medium = (
                     UNPROBED if read_only else probe(folder, self.place, direct_io=direct_io)
                 )
         except BaseException:
-            self._folders.close()
+            self.folders.close()
             raise
-        block_bytes = self._medium.direct_bytes
-        pool = BouncePool(
+        block_bytes = self.medium.direct_bytes
+        self.pool = BouncePool(
             block_bytes=BOUNCE_BYTES, alignment_bytes=max(block_bytes, 1), keep=_MAX_PARALLEL
         )
-        self._active: set[str] = set()
+        self.active: set[str] = set()
         """The file names of active writers."""
-        self._context = PosixWriterContext(
-            folders=self._folders, medium=self._medium, pool=pool, active=self._active
-        )
         self._traits = Traits(
-            durable=self._folders.can_sync,
+            durable=self.folders.can_sync,
             atomic_replace=True,
-            conditional_create=self._medium.exclusive is not Exclusive.NONE,
+            conditional_create=self.medium.exclusive is not Exclusive.NONE,
             alignment_bytes=max(block_bytes, 1),
             direct_io=block_bytes > 0,
             max_parallel=_MAX_PARALLEL,
-            needs_sync=self._folders.can_sync and not read_only,
-            cache_never_waits=self._medium.cache_never_waits,
+            needs_sync=self.folders.can_sync and not read_only,
+            cache_never_waits=self.medium.cache_never_waits,
         )
 
     def _create(self, key: str, extent: Extent, publish: Publish) -> PosixWriter:
-        self._folders.verify()
+        self.folders.verify()
         with translated(self._what("create", key)):
-            return PosixWriter(self._context, key, extent=extent, publish=publish)
+            return PosixWriter(self, key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         check_key(key)
@@ -130,7 +125,7 @@ class PosixBackend(BackendBase):
         if offset < 0:
             raise BackendError(f"{self._what('read', key)}: the offset {offset} is negative")
         with self._lookup("read", key), self._opened(key) as (file, _):
-            block_bytes = direct_block(file) if self._ask_kernel else self._medium.direct_bytes
+            block_bytes = direct_block(file) if self._ask_kernel else self.medium.direct_bytes
             if read_whole(file, data, offset, block_bytes=block_bytes) < data.nbytes:
                 end, length = offset + data.nbytes, os.fstat(file).st_size
                 raise self._short_read(self._what("read", key), offset, end, length)
@@ -154,7 +149,7 @@ class PosixBackend(BackendBase):
     def stat(self, key: str) -> StoredObject:
         check_key(key)
         parent, _, leaf = key.rpartition("/")
-        with self._lookup("stat", key), self._folders.opened(parent) as folder:
+        with self._lookup("stat", key), self.folders.opened(parent) as folder:
             status = os.stat(leaf, dir_fd=folder, follow_symlinks=False)
             self._check_regular(status, key)
         return StoredObject(key=key, bytes=status.st_size)
@@ -172,7 +167,7 @@ class PosixBackend(BackendBase):
         with (
             suppress(KeyNotFoundError),
             self._lookup("list", check_key(folder)),
-            self._folders.opened(folder) as descriptor,
+            self.folders.opened(folder) as descriptor,
         ):
             return os.listdir(descriptor)
         return []
@@ -188,19 +183,19 @@ class PosixBackend(BackendBase):
         selected = [key for key in keys if _folder_of(key) == parent]
         # A missing folder has no objects to delete.
         with suppress(KeyNotFoundError):
-            with self._lookup("delete", keys[0]), self._folders.opened(parent) as folder:
+            with self._lookup("delete", keys[0]), self.folders.opened(parent) as folder:
                 removed = self._unlink_all(folder, selected)
             if removed:
-                self._folders.remove_empty(parent)
+                self.folders.remove_empty(parent)
         return [key for key in keys if _folder_of(key) != parent]
 
     def sync(self, folder: str) -> None:
         """See ``SyncedBackend``. The folders above are durable: a writer syncs them before it publishes."""
         check_key(folder)
         self._check_writable(self._what("sync", folder))
-        with self._lookup("sync", folder), self._folders.opened(folder) as descriptor:
+        with self._lookup("sync", folder), self.folders.opened(folder) as descriptor:
             state = f"what is visible in {folder!r} may not survive a power cut: write it anew"
-            self._folders.sync(descriptor, state=state)
+            self.folders.sync(descriptor, state=state)
 
     def discard_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)
@@ -209,7 +204,7 @@ class PosixBackend(BackendBase):
         dead: dict[str, list[str]] = {}
         for path, entry in found:
             unfinished = not entry.is_folder and is_unfinished(entry.name)
-            if unfinished and entry.name not in self._active:
+            if unfinished and entry.name not in self.active:
                 dead.setdefault(path.removesuffix(entry.name), []).append(entry.name)
         count = 0
         for folder, names in dead.items():
@@ -221,18 +216,18 @@ class PosixBackend(BackendBase):
             # A kill after the deletion of the last file leaves its folder. No folder of tierfall has a dot in its name:
             # such a folder stands in the place of a file, and is not removed.
             if entry.is_folder and path not in parents and "." not in entry.name:
-                self._folders.remove_empty(path)
+                self.folders.remove_empty(path)
         if not found:
-            self._folders.remove_empty(prefix.rstrip("/"))
+            self.folders.remove_empty(prefix.rstrip("/"))
         return count
 
     def set_identity_check(self, key: str, is_same: Callable[[bytes], bool]) -> None:
         """After the root is mounted anew, continue if ``is_same`` accepts the bytes of its object ``key``."""
-        self._folders.set_identity_check(check_key(key), is_same)
+        self.folders.set_identity_check(check_key(key), is_same)
 
     def close(self) -> None:
         """Close the root. Open writers may still abort, but not publish."""
-        self._folders.close()
+        self.folders.close()
 
     @contextmanager
     def _lookup(self, operation: str, key: str) -> Iterator[None]:
@@ -240,14 +235,14 @@ class PosixBackend(BackendBase):
         opened: an unmounted root has no files either.
         """
         what = self._what(operation, key)
-        self._folders.verify()
+        self.folders.verify()
         try:
             yield
         except BackendError:
             raise
         except OSError as error:
             if is_missing(error, is_read=operation in ("stat", "read")):
-                self._folders.verify()
+                self.folders.verify()
                 raise KeyNotFoundError(f"{what}: there is no such object") from error
             if isinstance(error, NotADirectoryError):
                 raise AccessDeniedError(
@@ -256,7 +251,7 @@ class PosixBackend(BackendBase):
             raise backend_error(error, what) from error
 
     def _read_cached(self, file: int, view: memoryview, offset: int) -> int:
-        if self._medium.cache_never_waits:
+        if self.medium.cache_never_waits:
             return read_without_waiting(file, view, offset)
         return read_whole(file, view, offset, block_bytes=0)
 
@@ -272,7 +267,7 @@ class PosixBackend(BackendBase):
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, os.stat_result]]:
         parent, _, leaf = key.rpartition("/")
-        with self._folders.opened(parent) as folder:
+        with self.folders.opened(parent) as folder:
             file = os.open(leaf, _READ_FLAGS, dir_fd=folder)
         try:
             status = os.fstat(file)
@@ -293,7 +288,7 @@ class PosixBackend(BackendBase):
             # After a failure too: a retry does not find the files that were deleted before it, and syncs nothing.
             if removed:
                 state = "what was removed may be back after a power cut"
-                self._folders.sync(folder, state=state)
+                self.folders.sync(folder, state=state)
         return removed
 
     def _unlink(self, folder: int, key: str) -> None:
@@ -320,20 +315,20 @@ class PosixBackend(BackendBase):
     def _entries(self, prefix: str) -> list[Entry]:
         try:
             with self._lookup("list", prefix):
-                return self._folders.entries(prefix.rstrip("/"))
+                return self.folders.entries(prefix.rstrip("/"))
         except KeyNotFoundError:
             # The folder does not exist, or was removed since its parent was listed.
             return []
 
     def _discard(self, prefix: str, names: list[str]) -> int:
         folder, count = prefix.rstrip("/"), 0
-        with self._lookup("clean up", prefix), self._folders.opened(folder) as descriptor:
+        with self._lookup("clean up", prefix), self.folders.opened(folder) as descriptor:
             for name in names:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=descriptor)
                     count += 1
-            self._folders.sync(descriptor, state="what was removed may be back after a power cut")
-        self._folders.remove_empty(folder)
+            self.folders.sync(descriptor, state="what was removed may be back after a power cut")
+        self.folders.remove_empty(folder)
         return count
 
 
@@ -358,16 +353,6 @@ def _open_root(path: Path, *, read_only: bool) -> Folders:
         return Folders(path, read_only=read_only)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PosixWriterContext:
-    """What the writers of one backend share. ``active`` are the file names of active writers."""
-
-    folders: Folders
-    medium: Medium
-    pool: BouncePool
-    active: set[str]
-
-
 class PosixWriter(WriterBase):
     """Writes one new object, as a file under a name that no key has; see ``core.types.backend.Writer``.
 
@@ -382,10 +367,10 @@ class PosixWriter(WriterBase):
     _publishes_once = True
 
     def __init__(
-        self, context: PosixWriterContext, key: str, *, extent: Extent, publish: Publish
+        self, backend: PosixBackend, key: str, *, extent: Extent, publish: Publish
     ) -> None:
-        super().__init__(key, str(context.folders.path), extent=extent, publish=publish)
-        self._context = context
+        super().__init__(key, str(backend.folders.path), extent=extent, publish=publish)
+        self._backend = backend
         self._parent, _, self._leaf = key.rpartition("/")
         self._busy = 0
         """Writes in progress."""
@@ -393,7 +378,7 @@ class PosixWriter(WriterBase):
         self._name = unfinished_name(self._leaf)
         self._resumed = False
         self._direct = -1
-        self._begun_in = context.folders.identity
+        self._begun_in = backend.folders.identity
         self._folder, self._file = self._start()
         try:
             if extent.length:
@@ -414,7 +399,7 @@ class PosixWriter(WriterBase):
                         self._put(offset, data)
             except UnreachableError:
                 # If the root was mounted anew, this file is lost: LostWriteError.
-                self._context.folders.verify(self._begun_in)
+                self._backend.folders.verify(self._begun_in)
                 raise
             with self._lock:
                 self._coverage.add(offset, offset + data.nbytes)
@@ -427,8 +412,8 @@ class PosixWriter(WriterBase):
 
     def _start(self) -> tuple[int, int]:
         """Open the folder and a new file in it; a folder that is removed as empty in between is created again."""
-        folders = self._context.folders
-        self._context.active.add(self._name)
+        folders = self._backend.folders
+        self._backend.active.add(self._name)
         try:
             for _ in range(_CREATE_TRIES):
                 try:
@@ -446,16 +431,16 @@ class PosixWriter(WriterBase):
             folders.verify()
             raise UnreachableError(self._what("create") + ": its folder is removed again and again")
         except BaseException:
-            self._context.active.discard(self._name)
+            self._backend.active.discard(self._name)
             raise
 
     def _open_file(self, folder: int) -> int:
         if self._publish_mode is Publish.RESUME:
             names = [n for n in os.listdir(folder) if is_unfinished_of(n, self._leaf)]
-            for name in set(names) - self._context.active:
+            for name in set(names) - self._backend.active:
                 if (left := self._lock_left(folder, name)) is not None:
-                    self._context.active.discard(self._name)
-                    self._context.active.add(name)
+                    self._backend.active.discard(self._name)
+                    self._backend.active.add(name)
                     self._name, self._resumed = name, True
                     return left
         file = os.open(self._name, _NEW_FILE, 0o666, dir_fd=folder)
@@ -487,11 +472,11 @@ class PosixWriter(WriterBase):
         fsync of the dead process, its cache may have what the medium has not."""
         file = os.open(self._name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._folder)
         try:
-            with self._context.pool.block() as block:
+            with self._backend.pool.block() as block:
                 for start in range(0, data.nbytes, block.nbytes):
                     part = data[start : start + block.nbytes]
                     there, at = block[: part.nbytes], offset + start
-                    direct_bytes = self._context.medium.direct_bytes
+                    direct_bytes = self._backend.medium.direct_bytes
                     count = read_whole(file, there, at, block_bytes=direct_bytes)
                     if count < part.nbytes or there != part:
                         return False
@@ -519,7 +504,7 @@ class PosixWriter(WriterBase):
                 self._die()
 
     def _put(self, offset: int, data: memoryview) -> None:
-        block_bytes = self._context.medium.direct_bytes
+        block_bytes = self._backend.medium.direct_bytes
         middle = split(offset, data.nbytes, block_bytes)
         if middle is None:
             write_whole(self._file, data, offset)
@@ -530,7 +515,7 @@ class PosixWriter(WriterBase):
         if address_of(whole) % block_bytes == 0:
             write_whole(direct, whole, start, block_bytes=block_bytes)
         else:
-            pool = self._context.pool
+            pool = self._backend.pool
             write_bounced(direct, whole, start, block_bytes=block_bytes, pool=pool)
         write_whole(self._file, data[middle.stop :], offset + middle.stop)
 
@@ -546,7 +531,7 @@ class PosixWriter(WriterBase):
             raise BackendError(
                 f"{what}: {self._busy} writes are still going on; wait for them first"
             )
-        self._context.folders.verify(self._begun_in)
+        self._backend.folders.verify(self._begun_in)
         with translated(what):
             self._check_complete()
         self._sync_and_close()
@@ -577,7 +562,7 @@ class PosixWriter(WriterBase):
         folder = self._folder
         if self._publish_mode is not Publish.IF_ABSENT:
             os.replace(self._name, self._leaf, src_dir_fd=folder, dst_dir_fd=folder)
-        elif self._context.medium.exclusive is Exclusive.LINK:
+        elif self._backend.medium.exclusive is Exclusive.LINK:
             self._link()
         elif not system.rename_if_absent(folder, self._name, self._leaf):
             raise BackendError(
@@ -604,9 +589,9 @@ class PosixWriter(WriterBase):
     def _on_published(self) -> None:
         state = f"{self._key!r} is visible, but may not survive a power cut: write it anew"
         try:
-            self._context.folders.sync(self._folder, state=state)
+            self._backend.folders.sync(self._folder, state=state)
         finally:
-            self._context.active.discard(self._name)
+            self._backend.active.discard(self._name)
             folder, self._folder = self._folder, -1
             os.close(folder)
 
@@ -620,7 +605,7 @@ class PosixWriter(WriterBase):
                     # A failure here must not hide the first error; discard_unfinished removes the file later.
                     with suppress(OSError):
                         os.unlink(self._name, dir_fd=self._folder)
-                self._context.active.discard(self._name)
+                self._backend.active.discard(self._name)
             if self._folder < 0 or self._busy:
                 return
             folder, self._folder = self._folder, -1
@@ -628,7 +613,7 @@ class PosixWriter(WriterBase):
         for _ in range(2):  # the second closes what the first left behind an error
             with suppress(OSError):
                 self._close_files()
-        self._context.folders.remove_empty(self._parent)
+        self._backend.folders.remove_empty(self._parent)
 
     def _close_files(self) -> None:
         while self._direct >= 0 or self._file >= 0:

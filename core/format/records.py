@@ -15,7 +15,7 @@ from tierfall.core.format.documents import JsonFields, Spliced
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.lineage import AttemptStart
-from tierfall.core.types.text import float_to_json, to_json
+from tierfall.core.types.text import members, to_json
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.core.types.view import NodeLosses, SurvivalChance
 
@@ -126,10 +126,7 @@ class Manifest(ImagePlan):
                 **_lineage_members(self.lineage),
                 "rank": self.shard.rank,
                 "world_size": self.shard.world_size,
-                "image_bytes": self.image_bytes,
-                "data_start": self.data_start,
-                "chunk_bytes": self.chunk_bytes,
-                "structure": self.structure,
+                **members(self, "image_bytes", "data_start", "chunk_bytes", "structure"),
                 "chunks": list(self.digests),
                 "pieces": self.pieces,
             }
@@ -208,16 +205,12 @@ class Commit:
         return next((file for file in self.files if file.name == name), None)
 
     def encode(self) -> bytes:
-        owed = {"owed": [_checkpoint_members(id) for id in self.owed]} if self.owed else {}
+        owed = {"owed": to_json(self.owed)} if self.owed else {}
         return documents.seal(
             {
                 **_lineage_members(self.lineage),
                 **owed,
-                "world_size": self.world_size,
-                "wall_time_s": self.wall_time_s,
-                "nodes": list(self.nodes),
-                "metrics": {k: float_to_json(v) for k, v in self.metrics.items()},
-                "tags": list(self.tags),
+                **members(self, "world_size", "wall_time_s", "nodes", "metrics", "tags"),
                 "files": [file.to_json() for file in self.files],
             }
         )
@@ -287,9 +280,7 @@ class Attempt:
                 "run": self.run,
                 "attempt": self.number,
                 "attempt_id": self.id,
-                "node": self.node,
-                "pid": self.pid,
-                "wall_time_s": self.wall_time_s,
+                **members(self, "node", "pid", "wall_time_s"),
                 **({"node_losses": to_json(self.node_losses)} if self.node_losses else {}),
             }
         )
@@ -303,7 +294,7 @@ def encode_start(run: str, start: AttemptStart) -> bytes:
             "attempt": start.attempt,
             "attempt_id": start.attempt_id,
             "wall_time_s": start.began_s,
-            "started_from": _checkpoint_members(start.started_from),
+            "started_from": to_json(start.started_from),
         }
     )
 
@@ -416,20 +407,8 @@ def _known_tier(entry: object, what: str) -> KnownTier:
 
 
 def _lineage_members(lineage: Lineage) -> dict[str, object]:
-    last = {"at_end": True} if lineage.at_end else {}
-    return {
-        "run": lineage.run,
-        "step": lineage.checkpoint.step,
-        "attempt": lineage.checkpoint.attempt,
-        "attempt_id": lineage.attempt_id,
-        "ordinal": lineage.ordinal,
-        "started_from": _checkpoint_members(lineage.started_from),
-        **last,
-    }
-
-
-def _checkpoint_members(id: CheckpointId | None) -> dict[str, int] | None:
-    return None if id is None else {"step": id.step, "attempt": id.attempt}
+    names = ("run", "checkpoint", "attempt_id", "ordinal", "started_from")
+    return {**members(lineage, *names), **({"at_end": True} if lineage.at_end else {})}
 
 
 def _read_lineage(reader: JsonFields) -> Lineage:

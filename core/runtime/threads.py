@@ -8,9 +8,7 @@ they wait for.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -22,21 +20,12 @@ _conditions = Conditions()
 K = TypeVar("K")
 T = TypeVar("T")
 WAKE_S = 1.0
+"""Seconds after which a thread that waits for others looks whether it was interrupted."""
 _interrupts = threading.local()
 
 
 class InterruptedWaitError(BaseException):
     """A call was given up, since the thread that waits for this one was interrupted."""
-
-
-@contextmanager
-def interrupted_by(event: threading.Event) -> Iterator[None]:
-    """Give up the bounded calls that this thread waits for in the block once ``event`` is set."""
-    _interrupts.event = event
-    try:
-        yield
-    finally:
-        del _interrupts.event
 
 
 def interrupt_of_thread() -> threading.Event | None:
@@ -48,28 +37,70 @@ def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[in
     """Do something for each number, begun in their order, on so many threads; once it fails, no more is begun. If no
     more threads can be started, this one helps those that run.
 
-    Raises a first failure once all threads have stopped.
+    Raises a first failure once all threads have stopped. After an interrupt (Ctrl-C) of this thread, no more is begun,
+    and what the others wait for is given up.
     """
-    work = _SharedWork(threads, do, numbers)
+    work, started = _SharedWork(do, numbers), list[threading.Thread]()
     try:
         for number in range(threads):
-            thread = threading.Thread(target=work.run, name=f"tierfall-work-{number}", daemon=True)
+            thread = threading.Thread(target=work.help, name=f"tierfall-work-{number}", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:
-                # At the limit of processes: this thread helps those that have begun.
-                work.cancel_starts()
-                try:
-                    work.do_all()
-                except Exception as error:  # noqa: BLE001 - raised below, once the others have stopped
-                    work.fail(error)
+            except RuntimeError:  # at the limit of processes
+                work.do_all(Exception)
                 break
-        work.wait()
-    except BaseException:  # Ctrl-C: what waits is not begun
+            started.append(thread)
+        for thread in started:
+            _wait_for(thread)
+    except BaseException:
         work.interrupt()
         raise
     if work.failures:
         raise work.failures[0]
+
+
+class _SharedWork:
+    """Numbers that several threads share. ``_begun`` are the threads that may take some: after an interrupt within the
+    start of a thread, it is not known whether that one begins."""
+
+    def __init__(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
+        self.failures: list[BaseException] = []
+        self._do, self._left = do, iter(numbers)
+        self._taking = threading.Lock()
+        self._stop, self._interrupted = threading.Event(), threading.Event()
+        self._begun: list[threading.Thread] = []
+
+    def help(self) -> None:
+        """Do what is left, on a thread of its own."""
+        self._begun.append(threading.current_thread())
+        _interrupts.event = self._interrupted
+        self.do_all(BaseException)
+
+    def do_all(self, caught: type[BaseException]) -> None:
+        """Do what is left, with the other threads. An error that is ``caught`` is a failure: no more is begun."""
+        try:
+            while (number := self._next()) is not None:
+                self._do(number)
+        except caught as error:
+            self._stop.set()
+            self.failures.append(error)
+
+    def _next(self) -> int | None:
+        with self._taking:
+            return None if self._stop.is_set() else next(self._left, None)
+
+    def interrupt(self) -> None:
+        """End the threads; what they wait for is given up. One that begins later finds nothing to do."""
+        self._stop.set()
+        self._interrupted.set()
+        for thread in self._begun:
+            _wait_for(thread)
+
+
+def _wait_for(thread: threading.Thread) -> None:
+    """Wait for the end of a thread, with timeouts: the kernel may give a signal to a thread that does not wait."""
+    while thread.is_alive():
+        thread.join(WAKE_S)
 
 
 def run_in_parallel(do: Callable[[K], T], items: Iterable[K], *, parallel: int) -> list[T]:
@@ -86,73 +117,6 @@ def run_in_parallel(do: Callable[[K], T], items: Iterable[K], *, parallel: int) 
 
     run_in_threads(threads, run, range(len(arguments)))
     return [results[number] for number in range(len(arguments))]
-
-
-class _SharedWork:
-    """Numbers that several threads share. ``_starts`` has an element for each thread that has not begun."""
-
-    def __init__(self, threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-        self.failures: list[BaseException] = []
-        self._do = do
-        self._left = iter(numbers)
-        self._taking = threading.Lock()
-        self._stop = threading.Event()
-        self._interrupted = threading.Event()
-        self._starts = deque(range(threads))
-        self._running = threads
-        self._ended: deque[int] = deque()
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def run(self) -> None:
-        try:
-            start = self._starts.popleft()
-        except IndexError:  # an interrupt came before
-            return
-        with interrupted_by(self._interrupted):
-            try:
-                self.do_all()
-            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-                self.fail(error)
-        self._ended.append(start)
-        self._wake.put(None)
-
-    def do_all(self) -> None:
-        """Do what is left, with the other threads."""
-        while (number := self._next()) is not None:
-            self._do(number)
-
-    def fail(self, error: BaseException) -> None:
-        """Begin no more, as one thread failed with ``error``."""
-        self._stop.set()
-        self.failures.append(error)
-
-    def _next(self) -> int | None:
-        with self._taking:
-            return None if self._stop.is_set() else next(self._left, None)
-
-    def wait(self) -> None:
-        """Wait until all threads that have begun, or will, have ended."""
-        while len(self._ended) < self._running:
-            try:
-                self._wake.get(timeout=WAKE_S)
-            except queue.Empty:  # an interrupt may have taken what was put
-                continue
-
-    def cancel_starts(self) -> None:
-        """Let no more threads begin."""
-        while self._starts:
-            try:
-                self._starts.pop()
-            except IndexError:  # a thread has just begun
-                break
-            self._running -= 1
-
-    def interrupt(self) -> None:
-        """End the threads; what they wait for is given up."""
-        self._stop.set()
-        self._interrupted.set()
-        self.cancel_starts()
-        self.wait()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from tierfall.core.types.text import float_to_json
+from tierfall.core.types.text import members
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 FORMAT = 1
@@ -240,22 +240,12 @@ def ignore(event: Event) -> None:
 
 def event_to_json(event: Event) -> dict[str, Any]:
     """Convert an event to JSON members without its time: ``kind``, then its fields; an id becomes ``step`` and
-    ``attempt``."""
-    found: dict[str, Any] = {"kind": event.kind}
-    for each in fields(event):
-        value = getattr(event, each.name)
-        match value:
-            case CheckpointId():
-                found |= {"step": value.step, "attempt": value.attempt}
-            case float():
-                found[each.name] = float_to_json(round(value, 6))
-            case str():
-                found[each.name] = str(value)[:TEXT_MAX]
-            case tuple():
-                found[each.name] = list(value)
-            case Mapping():
-                found[each.name] = dict(value)
-            case _:
-                found[each.name] = value
-    del found["at_s"]
+    ``attempt``. Floats have 6 digits after the point, and texts TEXT_MAX characters at most."""
+    names = [each.name for each in fields(event) if each.name != "at_s"]
+    found = {"kind": event.kind, **members(event, *names)}
+    for name, value in found.items():
+        if isinstance(value, float):
+            found[name] = round(value, 6)
+        elif isinstance(value, str):
+            found[name] = value[:TEXT_MAX]
     return found

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -84,22 +85,25 @@ def parse_attempt(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def start_name(
-    number: int, attempt_id: str, *, began_ms: int, started_from: CheckpointId | None
-) -> str:
-    """Name the record of an attempt's start: when it began, in milliseconds since 1970, and from which checkpoint."""
-    origin = "anew" if started_from is None else step_folder(started_from)
-    return f"a{number:04d}-{attempt_id}-{began_ms}-{origin}.json"
+def start_name(start: AttemptStart) -> str:
+    """Name the record of an attempt's start, with all that is known of it: when it began, to the millisecond, and from
+    which checkpoint."""
+    origin = "anew" if start.started_from is None else step_folder(start.started_from)
+    return f"a{start.attempt:04d}-{start.attempt_id}-{round(start.began_s * 1000)}-{origin}.json"
 
 
-def parse_start(name: str) -> tuple[int, str, int, CheckpointId | None] | None:
-    """Parse a ``start_name`` into number, id, milliseconds since 1970, and the checkpoint it started from."""
+def parse_start(name: str) -> AttemptStart | None:
+    """Parse a ``start_name``."""
     match = _START.match(name)
     if match is None:
         return None
     number, attempt_id, began_ms, step, attempt = match.groups()
-    started_from = None if step is None else CheckpointId(int(step), int(attempt))
-    return int(number), attempt_id, int(began_ms), started_from
+    return AttemptStart(
+        attempt=int(number),
+        attempt_id=attempt_id,
+        started_from=None if step is None else CheckpointId(int(step), int(attempt)),
+        began_s=int(began_ms) / 1000,
+    )
 
 
 def step_folder(checkpoint: CheckpointId) -> str:

@@ -137,7 +137,7 @@ after = functools.partial(Point, after=True)
 
 def _writes(tier: str, ending: str) -> Callable[..., bool]:
     def fits(writer: PosixWriter, *args: object, **more: object) -> bool:
-        there = writer._context.folders.path.name == tier
+        there = writer._backend.folders.path.name == tier
         return there and "/step-" in writer._key and writer._key.endswith(ending)
 
     return fits

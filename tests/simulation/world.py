@@ -622,7 +622,7 @@ def start_in(key: str) -> tuple[int, str, int] | None:
     from which it went on, or -1; None where it says nothing of that."""
     folder, _, name = key.removeprefix("run/").partition("/")
     began = keys.parse_start(name) if folder == keys.LINEAGE_FOLDER else None
-    return began and (began[0], began[1], -1 if began[3] is None else began[3].step)
+    return began and (began.attempt, began.attempt_id, began.step)
 
 
 def abandoned(

@@ -197,7 +197,7 @@ def test_an_outage_holds_no_thread_and_no_more_than_the_bound(place: Place) -> N
             taken += 1
     assert taken
     assert all(writer.has_chunk(index) for index in range(how.window))
-    assert writer._stream.parts_out <= how.parallel
+    assert len(writer._stream.full) <= how.parallel
     place.failures.clear()
     writer.flush()
     for index in range(how.window, CUT.chunk_count):

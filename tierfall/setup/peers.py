@@ -50,9 +50,9 @@ from tierfall.policies.placement import CopyPlacement, place_copies
 from tierfall.setup.places import seen_by_one, with_own_peers
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.host_folder import prepare_folder
-from tierfall.tiers.kept_images import KeptFolder, KeptImages, KeptReader
+from tierfall.tiers.kept_images import KeptFolder, KeptImages
 from tierfall.tiers.peer_requests import PeerClient, PeerServer
-from tierfall.tiers.peers import PeerCache
+from tierfall.tiers.peers import KeptReader, PeerCache
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
