@@ -219,7 +219,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (count_uncommitted_ones, run_hour, 0),
         (drop_a_leased_copy, run_hour, 4),
         (believe_the_commit_record, run_hour, 2),
-        (rely_on_what_nobody_has_read, run_hour, 162),
+        (rely_on_what_nobody_has_read, run_hour, 12),
         (save_twice_as_often, run_hour, 0),
         (look_for_newer_attempts_at_commits_only, run_hour, 21),
         pytest.param(keep_the_turn_of_a_copy_that_fails, run_hour, 7, marks=LONG),
