@@ -296,7 +296,7 @@ class History:
     def _forget_pins_of_memory(self) -> None:
         """The pin of an image that is only in memory is in the lists of the tiers: it holds for a start that can read
         one of them."""
-        known = self.world.door.decided
+        known = self.world.door.ledger.decided
         for id in [id for id, tiers in self.pinned.items() if tiers == {"host"}]:
             if not known.is_pinned(id, None):
                 del self.pinned[id]
@@ -722,7 +722,7 @@ class History:
         purged = {id for _, id in self._bad()}
         assert set(door.checkpoints) <= set(self._known(now)) | purged, "what is not there is known"
         for checkpoint in door.checkpoints.values():
-            assert not checkpoint.is_read, f"{checkpoint.id} is leased for ever"
+            assert not any(checkpoint.leases.values()), f"{checkpoint.id} is leased for ever"
 
     def is_blocked(self, tier: str, id: CheckpointId) -> bool:
         """Say whether nothing can be made in a checkpoint's folder on a tier."""

@@ -506,7 +506,7 @@ class Hour(History):
         """A deadline comes up: what the lanes take changes, and nothing that was promised."""
         until_s = self.world.now_s + self._drains.choice((0.5, 5.0, 50.0))
         self.log.append(f"drain until {until_s:.1f}")
-        self.world.door.drain(until_s, now_s=self.world.now_s, asker=self._drains.random())
+        self.world.coordinator.drain_schedule.begin(self._drains.random(), until_s)
 
     def settle(self) -> None:
         self._all_is_well()

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from tests.faults import Fault, FaultKind, Operation
-from tests.simulation.door import State
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.many_orders import Person
 from tests.simulation.many_storage import Damage
@@ -34,7 +33,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome, WhenFull
+from tierfall.core.types.values import CheckpointId, Codec, CopyState, SaveOutcome, WhenFull
 from tierfall.tiers.stored import StoredTier
 
 MAX_WAIT_S = 30.0
@@ -328,7 +327,7 @@ class ManyHistory:
             (tier, id)
             for id, known in self.world.ranks[0].door.checkpoints.items()
             for tier in self.tiers
-            if known.state(tier) is State.LEAVING
+            if known.state(tier) is CopyState.LEAVING
         }
         sure, there = (
             {
@@ -387,7 +386,7 @@ class ManyHistory:
         for rank in self.world.ranks:
             assert not rank.door.is_busy, f"rank {rank.number} is still busy: {rank.door.owed}"
             for known in rank.door.checkpoints.values():
-                assert not known.is_read, f"{known.id} is leased for ever"
+                assert not any(known.leases.values()), f"{known.id} is leased for ever"
             assert all(region.sealed for region in rank.memory.regions), "memory is leaked"
 
     def _check_handles(self) -> None:

@@ -75,32 +75,6 @@ class World(PeerWorld):
         return [len(found.holders(rank.shard)) for rank in self.ranks]
 
 
-@pytest.mark.parametrize("node", range(4))
-def test_two_nodes_with_an_image_are_lost_one_after_the_other_and_nothing_is_saved_meanwhile(
-    node: int,
-) -> None:
-    world = World()
-    partner = world.placement.holders[node][1]
-    world.replace([node])
-    assert world.started_from == ONE
-    assert [rank.recovered for rank in world.ranks].count(ONE) == 1
-    assert all(rank.door.on_few_nodes for rank in world.ranks)
-    world.settle(after_each=world.watch.look)
-    assert not any(rank.door.on_few_nodes for rank in world.ranks)
-    assert world.watch.counts["made_again"] == 1
-    assert world.where(ONE) == [2] * 4
-    world.replace([partner])
-    assert world.started_from == ONE
-
-
-def test_an_image_is_brought_back_from_the_second_keeper_where_the_first_is_new_too() -> None:
-    world = World(copies=2)
-    _, first, second = world.placement.holders[0]
-    world.replace([0, first])
-    assert world.ranks[0].recovered == ONE
-    assert world.present[second].number < 4
-
-
 def test_an_image_is_brought_back_while_one_of_two_keepers_is_lost() -> None:
     world = World(copies=2)
     _, first, second = world.placement.holders[0]
