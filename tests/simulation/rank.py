@@ -342,7 +342,7 @@ class Rank:
             message_tree=self.world.network.message_trees[self.number],
             shared=self.world.shared,
         )
-        self.coordinator = self.door.planner  # for the tests of this planner
+        self.coordinator = self.door.planner
         self.world.lives.append(self.door)
         self._listen()
         self.door.start()

@@ -2,10 +2,6 @@
 one loss after the other.
 """
 
-# Two tests name what is inside the present planner, and its worker: another planner needs its own of them.
-# test_a_commit_record_that_is_lost_on_its_way_is_written_anew (LOST_WRITES_MAX),
-# test_a_copy_that_is_sent_again_takes_the_place_of_the_one_before_only_once_it_is_there (patches of worker).
-
 from __future__ import annotations
 
 from collections.abc import Iterable

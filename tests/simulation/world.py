@@ -370,7 +370,7 @@ class World:
             run_bytes_min=self.run_bytes_min,
             set_pace=self.set_pace,
         )
-        self.coordinator = self.door.planner  # for the tests of this planner
+        self.coordinator = self.door.planner
         self.lives.append(self.door)
         self.door.start()
 

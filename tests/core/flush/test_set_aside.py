@@ -9,24 +9,9 @@ import pytest
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.simulation.world import World, file_rules
 from tierfall.core.types.backend import Backend
-from tierfall.core.types.errors import (
-    AccessDeniedError,
-    BackendError,
-    FlushError,
-)
 from tierfall.core.types.events import SetAside
-from tierfall.core.types.values import CheckpointId, SaveOutcome
 
-FIRST = CheckpointId(1, 1)
 OF_FIRST = "run/step-00000001-*"
-
-
-def refusing(
-    keys: str, error: type[BackendError] = AccessDeniedError, times: int | None = None
-) -> Fault:
-    """Whatever is made below these keys is refused."""
-    kind = FaultKind.FAIL_BEFORE
-    return Fault(kind=kind, operation=Operation.CREATE, keys=keys, times=times, error=error)
 
 
 def world_with(*plan: Fault, images: int = 5, **rules: Any) -> tuple[World, Faulty]:
@@ -43,25 +28,6 @@ def world_with(*plan: Fault, images: int = 5, **rules: Any) -> tuple[World, Faul
 
 def set_aside_in(world: World) -> list[SetAside]:
     return [e for life in world.lives for e in life.events if isinstance(e, SetAside)]
-
-
-def owed_in(world: World) -> list[tuple[int, str]]:
-    return [(id.step, tier) for id, tier in world.coordinator.owed_copies()]
-
-
-def test_one_that_waits_alone_is_tried_until_another_one_tells_whose_fault_it_is() -> None:
-    world, _ = world_with(refusing(OF_FIRST))
-    first = world.save(1)
-    world.settle(limit_s=500)
-    assert owed_in(world) == [(1, "nvme")], "it may be the tier that fails"
-    assert isinstance(first.exception(), FlushError)
-    assert set_aside_in(world) == []
-    second = world.save(2)
-    assert second.exception() is None, "nobody knows yet"
-    world.settle(limit_s=0)
-    assert second.outcome is SaveOutcome.SAVED
-    world.settle(limit_s=100)
-    assert [event.id for event in set_aside_in(world)] == [FIRST]
 
 
 @pytest.mark.parametrize("kind", [FaultKind.LOST_SYNC, FaultKind.UNSYNCED])
