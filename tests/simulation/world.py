@@ -501,6 +501,12 @@ class World:
         self.step()
         return snapshot.handle
 
+    def save_all(self, *steps: int) -> None:
+        """Save these steps, each until nothing is left to be done."""
+        for step in steps:
+            self.save(step)
+            self.settle()
+
     # Driving -----------------------------------------------------------------------------------------
 
     def step(self) -> float | None:
