@@ -8,7 +8,6 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass
 from enum import Enum
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -97,15 +96,6 @@ class Color(Enum):
 class Pair(NamedTuple):
     left: object
     right: object = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    points: list[Point]
-    where: Path = Path("x")
-
-    def __post_init__(self) -> None:
-        assert isinstance(self.where, Path)
 
 
 @pytest.mark.parametrize(
