@@ -13,7 +13,7 @@ from tests.simulation.world import file_rules
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, TierView, Verdict, View
-from tierfall.policies.eviction import cheapest_first, plan_eviction
+from tierfall.policies.eviction import cheapest_first
 from tierfall.policies.retention import next_due_s, plan_retention
 
 EXAMPLES = settings(max_examples=150, deadline=None)
@@ -65,26 +65,6 @@ def test_an_abandoned_one_does_not_rely_on_what_goes_with_it() -> None:
     )
     tiers = (file_rules("nvme", retain_last=1),)
     assert dropped(View(tiers=tiers, checkpoints=held), "nvme") == {CheckpointId(1, 3)}
-
-
-@EXAMPLES
-@given(VIEWS, st.integers(1, 300), st.sampled_from([0.5, 0.8, 1.0]), st.sampled_from([0.3, 0.5]))
-def test_above_the_high_watermark_copies_go_until_the_low_one_and_no_further(
-    view: View, need: int, high: float, low: float
-) -> None:
-    for old in view.tiers[1:]:
-        capacity = 1000
-        tier = replace(old, capacity_bytes=capacity, evict_high=high, evict_low=low)
-        asked = with_tier(view, tier)
-        used = asked.used_bytes(tier.name)
-        plan = plan_eviction(asked, tier.name, need_bytes=need, free_bytes=capacity - used)
-        left = used - sum(d.bytes for d in plan.deletions)
-        if used + need <= min(high * capacity, capacity):
-            assert not plan.deletions
-        elif plan.deletions:
-            goal = low * capacity if used + need > high * capacity else capacity
-            assert left + plan.deletions[-1].bytes + need > goal
-        assert plan.missing_bytes == max(0, left + need - capacity)
 
 
 FOLDERS = tuple(file_rules(name, shared=True) for name in ("nvme", "near", "pfs", "far"))
