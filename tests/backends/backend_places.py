@@ -92,6 +92,18 @@ def get(backend: Backend, key: str) -> bytes:
     return bytes(view)
 
 
+OPERATIONS: dict[str, Callable[[Backend], object]] = {
+    "read": lambda backend: backend.read_into("run/key", 0, memoryview(bytearray(1))),
+    "stat": lambda backend: backend.stat("run/key"),
+    "scan": lambda backend: list(backend.scan("run/")),
+    "delete": lambda backend: backend.delete("run/key"),
+    "delete some": lambda backend: backend.delete_some(["run/key", "run/other"]),
+    "discard": lambda backend: backend.discard_unfinished("run/"),
+    "put": lambda backend: put(backend, "run/key", b"bytes"),
+    "put long": lambda backend: put(backend, "run/key", bytes(9 * CHUNK_BYTES)),
+}
+
+
 @contextmanager
 def powerless() -> Iterator[None]:
     """Give up root's rights for a block, where this process has them."""

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from backend_places import files_below, get, powerless, put
+from backend_places import OPERATIONS, files_below, get, powerless, put
 from s3_stub import refused
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
-from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import AccessDeniedError, StorageFullError, UnreachableError
 from tierfall.core.types.values import Driver
 
 LONG = memoryview(bytes(9 * 1024 * 1024))
-
-OPERATIONS: dict[str, Callable[[Backend], object]] = {
-    "read": lambda backend: backend.read_into("run/key", 0, memoryview(bytearray(1))),
-    "stat": lambda backend: backend.stat("run/key"),
-    "scan": lambda backend: list(backend.scan("run/")),
-    "delete": lambda backend: backend.delete("run/key"),
-    "delete some": lambda backend: backend.delete_some(["run/key", "run/other"]),
-    "discard": lambda backend: backend.discard_unfinished("run/"),
-    "put": lambda backend: put(backend, "run/key", b"bytes"),
-    "put long": lambda backend: put(backend, "run/key", bytes(LONG)),
-}
 
 
 def open_folder(path: Path) -> ObjectStoreBackend:

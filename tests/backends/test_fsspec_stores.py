@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 
 import pytest
-from backend_places import put
+from backend_places import OPERATIONS
 from s3_stub import Stub, refused
 
 from tests.object_store import SeaweedFS
@@ -24,14 +24,6 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import Driver
 
-OPERATIONS: dict[str, Callable[[Backend], object]] = {
-    "read": lambda backend: backend.read_into("run/key", 0, memoryview(bytearray(1))),
-    "stat": lambda backend: backend.stat("run/key"),
-    "scan": lambda backend: list(backend.scan("run/")),
-    "delete some": lambda backend: backend.delete_some(["run/key", "run/other"]),
-    "discard": lambda backend: backend.discard_unfinished("run/"),
-    "put": lambda backend: put(backend, "run/key", b"bytes"),
-}
 REQUESTS: dict[str, Callable[[FsspecClient], object]] = {
     "head": lambda client: client.head(f"{client.prefix}key", "look"),
     "read": lambda client: client.read_into(

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
-from backend_places import get, put
+from backend_places import OPERATIONS, get, put
 
 from tests.object_store import KEY, SECRET, SeaweedFS
 from tierfall.backends.open import open_backend
@@ -15,21 +15,6 @@ from tierfall.core.types.errors import BackendError
 
 MIB = 1024 * 1024
 PART_BYTES = 5 * MIB
-
-OPERATIONS: dict[str, Callable[[Backend], object]] = {
-    "read": lambda backend: backend.read_into("key", 0, memoryview(bytearray(1))),
-    "stat": lambda backend: backend.stat("key"),
-    "scan": lambda backend: list(backend.scan("")),
-    "delete": lambda backend: backend.delete("key"),
-    "delete some": lambda backend: backend.delete_some(["key", "other"]),
-    "discard": lambda backend: backend.discard_unfinished(""),
-    "put": lambda backend: put(backend, "key", b"bytes"),
-    "begin": lambda backend: put(backend, "key", bytes(9 * MIB)),
-}
-
-
-def parts(seed: int, number: int) -> list[bytes]:
-    return [bytes([seed + index]) * PART_BYTES for index in range(number)]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policies.views import COPY_BYTES, by_bytes, survivors, without
+from tests.policies.views import COPY_BYTES, survivors, without
 from tests.rules import (
     NEWEST_FIRST,
     best,
@@ -34,7 +34,6 @@ from tierfall.core.types.values import (
     survives,
 )
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, Verdict, View
-from tierfall.policies.backpressure import plan_superseding
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.retention import plan_retention
 
@@ -169,23 +168,6 @@ def _views(draw: st.DrawFn) -> View:
 VIEWS = _views()
 
 
-def in_memory_alone(view: View) -> View:
-    """The same checkpoints, all sealed in memory and nowhere else yet."""
-    names = frozenset(tier.name for tier in view.tiers[1:])
-    sealed = {"host": CopyView(state=CopyState.SEALED, bytes=COPY_BYTES)}
-    left = left_behind(view.checkpoints)
-    return replace(
-        view,
-        checkpoints=tuple(
-            replace(c, copies=sealed, owed=c.owed or names, abandoned=c.id in left)
-            for c in view.checkpoints
-        ),
-    )
-
-
-IN_MEMORY_ALONE = VIEWS.map(in_memory_alone)
-
-
 def drawn_copies(draw: st.DrawFn, rules: tuple[TierRules, ...]) -> dict[str, CopyView]:
     found = {}
     for tier in rules:
@@ -312,56 +294,3 @@ def test_plans_do_not_depend_on_the_order_in_which_checkpoints_are_given(
         assert plan_eviction(view, tier.name, need_bytes=500, free_bytes=0) == plan_eviction(
             other, tier.name, need_bytes=500, free_bytes=0
         )
-
-
-@settings(max_examples=300, deadline=None)
-@given(VIEWS | IN_MEMORY_ALONE, st.integers(1, 900), st.data())
-def test_superseding_takes_one_that_lies_in_memory_alone_and_leaves_a_newer_one(
-    view: View, need_bytes: int, data: st.DataObject
-) -> None:
-    view = replace(
-        view,
-        restoring=data.draw(st.integers(0, 7)) == 0,
-        checkpoints=tuple(
-            replace(c, changing=data.draw(st.integers(0, 7)) == 0) for c in view.checkpoints
-        ),
-    )
-    plan = plan_superseding(view, "host", fits=by_bytes(view, "host", need_bytes, free=0))
-    assert all(decision.reason for decision in plan)
-    drops = [d for d in plan if d.verdict is Verdict.DROP]
-    assert drops in ([], [plan[-1]] if plan else [])
-    for drop in drops:
-        gone, copy = of(view, ("host", drop.checkpoint))
-        assert copy.state is CopyState.SEALED
-        assert gone.owed
-        assert not view.restoring
-        assert not any((gone.pinned, gone.changing, gone.deleted))
-        assert [name for name in gone.copies if gone.readable_on(name)] == ["host"]
-        assert CopyState.LEAVING not in [copy.state for copy in gone.copies.values()]
-        others = [c for c in view.checkpoints if c.live and c.id != gone.id]
-        if gone.live:
-            newer = [c for c in others if c.id > gone.id]
-            assert any(c.readable_on("host") for c in newer)
-            for rules in view.tiers[1:]:
-                assert rules.name not in gone.owed or any(
-                    c.state(t.name) is CopyState.COMMITTED or t.name in c.owed
-                    for c in newer
-                    for t in view.tiers
-                    if RANK.index(t.survives) >= RANK.index(rules.survives)
-                )
-        else:
-            assert {id for id in survivors(view, LossClass.PROCESS) if id.attempt > gone.id.attempt}
-
-
-def test_the_views_that_are_drawn_have_something_to_supersede() -> None:
-    """Else the test above would test nothing."""
-    found = []
-
-    @settings(max_examples=300, deadline=None, database=None, derandomize=True)
-    @given(IN_MEMORY_ALONE)
-    def look(view: View) -> None:
-        plan = plan_superseding(view, "host", fits=by_bytes(view, "host", 1, free=0))
-        found.extend(d for d in plan if d.verdict is Verdict.DROP)
-
-    look()
-    assert found

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.policies.test_policies import A_RULE, RULES, VIEWS
 from tests.policies.views import without
 from tests.simulation.world import file_rules
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
-from tierfall.core.types.view import CheckpointView, CopyView, TierRules, TierView, Verdict, View
-from tierfall.policies.eviction import cheapest_first, plan_eviction
+from tierfall.core.types.view import CheckpointView, CopyView, TierRules, Verdict, View
 from tierfall.policies.retention import next_due_s, plan_retention
 
 EXAMPLES = settings(max_examples=150, deadline=None)
@@ -65,63 +63,6 @@ def test_an_abandoned_one_does_not_rely_on_what_goes_with_it() -> None:
     )
     tiers = (file_rules("nvme", retain_last=1),)
     assert dropped(View(tiers=tiers, checkpoints=held), "nvme") == {CheckpointId(1, 3)}
-
-
-@EXAMPLES
-@given(VIEWS, st.integers(1, 300), st.sampled_from([0.5, 0.8, 1.0]), st.sampled_from([0.3, 0.5]))
-def test_above_the_high_watermark_copies_go_until_the_low_one_and_no_further(
-    view: View, need: int, high: float, low: float
-) -> None:
-    for old in view.tiers[1:]:
-        capacity = 1000
-        tier = replace(old, capacity_bytes=capacity, evict_high=high, evict_low=low)
-        asked = with_tier(view, tier)
-        used = asked.used_bytes(tier.name)
-        plan = plan_eviction(asked, tier.name, need_bytes=need, free_bytes=capacity - used)
-        left = used - sum(d.bytes for d in plan.deletions)
-        if used + need <= min(high * capacity, capacity):
-            assert not plan.deletions
-        elif plan.deletions:
-            goal = low * capacity if used + need > high * capacity else capacity
-            assert left + plan.deletions[-1].bytes + need > goal
-        assert plan.missing_bytes == max(0, left + need - capacity)
-
-
-FOLDERS = tuple(file_rules(name, shared=True) for name in ("nvme", "near", "pfs", "far"))
-ELSEWHERE = st.lists(st.sets(st.sampled_from(["near", "pfs", "far"])), min_size=2, max_size=6)
-READ = st.dictionaries(st.sampled_from(["nvme", "near", "pfs", "far"]), st.sampled_from([1.0, 2.0]))
-
-
-def given_up_first(elsewhere: list[set[str]], rates: dict[str, float]) -> list[int]:
-    """In which order nvme gives up checkpoints that it holds, and other tiers too."""
-    copy = CopyView(state=CopyState.COMMITTED, bytes=1)
-    held = tuple(
-        CheckpointView(
-            id=CheckpointId(step, 1),
-            ordinal=step,
-            started_from=None,
-            copies=dict.fromkeys(["nvme", *others], copy),
-        )
-        for step, others in enumerate(elsewhere)
-    )
-    view = View(tiers=FOLDERS, checkpoints=held, read_bytes_per_s=rates)
-    asked = TierView(checkpoints=held, tier=FOLDERS[0], view=view)
-    return [id.step for id, _ in cheapest_first(asked, None, 0.0)]
-
-
-@EXAMPLES
-@given(ELSEWHERE, READ)
-def test_what_a_tier_gives_back_faster_as_measured_goes_first(
-    elsewhere: list[set[str]], rates: dict[str, float]
-) -> None:
-    ordered = given_up_first(elsewhere, rates)
-    assert sorted(ordered) == list(range(len(elsewhere)))
-    chain = [tier.name for tier in FOLDERS]
-    sources = [min(elsewhere[step], key=chain.index, default=None) for step in ordered]
-    measured = [rates[source] for source in sources if source in rates]
-    assert measured == sorted(measured, reverse=True)
-    alone = [source is None for source in sources]
-    assert alone == sorted(alone)
 
 
 @EXAMPLES

@@ -1,15 +1,12 @@
-"""The one door between the simulation and the planner: events go in, orders and facts come out.
+"""The planner of one process of a simulation: events go in, tasks come out by ``submit``.
 
-A world opens a ``Door`` for each process that it starts. Orders are tasks: they come by ``submit``, the world has a
-``Worker`` carry them out when it is their time, and posts the outcomes. All else that a simulation knows of a planner
-are plain values. So another planner needs another ``Door``, and nothing else here changes.
+A world opens a ``Door`` for each process that it starts, has a ``Worker`` carry the tasks out when it is their time,
+and posts the outcomes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from tierfall.core.capture.snapshot import HostMemory
@@ -19,7 +16,6 @@ from tierfall.core.flush.lane import LaneLimits
 from tierfall.core.flush.tasks import AdmissionRequest, Command, CommandKind, Event, Task
 from tierfall.core.flush.worker import TaskRunner
 from tierfall.core.format.catalog import Listing, decided_in, merge
-from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.message_tree import MessageTree
 from tierfall.core.ranks.topology import ALONE
@@ -34,68 +30,7 @@ from tierfall.tiers.stored import StoredTier
 
 Answer = dict[str, BaseException]
 """What a command is answered: the tiers where it failed."""
-
-
-class State(StrEnum):
-    """The state of a copy."""
-
-    ABSENT = "absent"
-    ARRIVING = "arriving"
-    THERE = "there"
-    LEAVING = "leaving"
-    DAMAGED = "damaged"
-
-
-STATES = {
-    CopyState.ABSENT: State.ABSENT,
-    CopyState.ARRIVING: State.ARRIVING,
-    CopyState.SEALED: State.THERE,
-    CopyState.COMMITTED: State.THERE,
-    CopyState.LEAVING: State.LEAVING,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """One checkpoint on one tier. ``good``: this start has written it, or read it whole. ``readers``: how many tasks
-    read it."""
-
-    state: State
-    good: bool
-    bytes: int
-    readers: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """What a planner knows of a checkpoint. ``copies`` are by tier, without those that are absent and not being read.
-    ``owed`` are tiers, and so is ``set_aside``: where this start does not try again what has failed. ``in_memory``:
-    this rank's image is in its memory, sealed."""
-
-    id: CheckpointId
-    attempt_id: str | None
-    ordinal: int
-    started_from: CheckpointId | None
-    world_size: int
-    bytes: int
-    metrics: Mapping[str, float]
-    tags: frozenset[str]
-    wall_time_s: float | None
-    at_end: bool
-    pinned: bool
-    deleted: bool
-    owed: frozenset[str]
-    set_aside: frozenset[str]
-    in_memory: bool
-    copies: Mapping[str, Copy]
-
-    def state(self, tier: str) -> State:
-        return self.copies[tier].state if tier in self.copies else State.ABSENT
-
-    @property
-    def is_read(self) -> bool:
-        """Some copy is being read."""
-        return any(copy.readers for copy in self.copies.values())
+WHOLE = (CopyState.SEALED, CopyState.COMMITTED)
 
 
 class Worker(TaskRunner):
@@ -182,7 +117,7 @@ class Door:
             notify=self.events.append,
             leftovers=None if start is None else leftovers,
         )
-        self._ledger = ledger
+        self.ledger = ledger
         self._unread = frozenset(x.tier for x in listings if x.error is not None)
 
     # Events in -----------------------------------------------------------------------------------
@@ -237,15 +172,7 @@ class Door:
         its image, which the ranks tell each other (None: they do not)."""
         if id is not None and read_whole is not None:
             self.planner.verifier.on_restored(id, read_whole)
-        self._ledger.continue_from(id, attempt=attempt)
-
-    def found_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
-        """A restore has found that a copy is damaged."""
-        self.planner.found_damage(tier, id, why, repairable=repairable)
-
-    def drain(self, until_s: float, *, now_s: float, asker: object) -> None:
-        """A deadline comes up."""
-        self.planner.drain_schedule.begin(asker, until_s)
+        self.ledger.continue_from(id, attempt=attempt)
 
     def apply_rules(self) -> None:
         """Look at all tiers anew for what is to be deleted."""
@@ -254,13 +181,13 @@ class Door:
     # Facts out -----------------------------------------------------------------------------------
 
     @property
-    def checkpoints(self) -> dict[CheckpointId, Checkpoint]:
+    def checkpoints(self) -> dict[CheckpointId, LedgerEntry]:
         """All that are known, wherever they are."""
-        return {entry.id: _facts_of(entry) for entry in self._ledger.entries.values()}
+        return self.ledger.entries
 
     def whole_on(self, tier: str) -> set[CheckpointId]:
         """The checkpoints of which a tier has a whole copy, as far as this rank knows."""
-        return {id for id, known in self.checkpoints.items() if known.state(tier) is State.THERE}
+        return {e.id for e in self.checkpoints.values() if e.state(tier) in WHOLE}
 
     @property
     def owed(self) -> tuple[tuple[CheckpointId, str], ...]:
@@ -268,24 +195,9 @@ class Door:
         return self.planner.owed_copies()
 
     @property
-    def decided(self) -> DecidedList:
-        """What is decided by the lists of all tiers that were read."""
-        return self._ledger.decided
-
-    @property
     def unread(self) -> frozenset[str]:
         """The tiers that this start could not look at."""
         return self._unread
-
-    @property
-    def failing(self) -> frozenset[str]:
-        """The tiers that take no copies at present."""
-        return frozenset(self._ledger.failing)
-
-    @property
-    def errors(self) -> tuple[BaseException, ...]:
-        """Why copies were given up, and what else is told when the run is closed."""
-        return tuple(self.planner.errors)
 
     @property
     def is_fenced(self) -> bool:
@@ -303,14 +215,9 @@ class Door:
         return any(lane.active for lane in self.planner.lanes.values())
 
     @property
-    def least_ordinal(self) -> int:
-        """The next save's ordinal is above that: other ranks have counted so far."""
-        return self._ledger.least_ordinal
-
-    @property
     def on_few_nodes(self) -> Mapping[tuple[str, CheckpointId], bool]:
         """The copies in peer memory that fewer nodes have than should; True: they may have been reported."""
-        return dict(self._ledger.on_few_nodes)
+        return dict(self.ledger.on_few_nodes)
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -319,38 +226,3 @@ class Door:
         for event in self.events:
             tally.add(event)
         return tally.read()
-
-
-def _facts_of(entry: LedgerEntry) -> Checkpoint:
-    commit = entry.commit
-    tiers = {*entry.states, *entry.damage, *(tier for tier, count in entry.leases.items() if count)}
-    return Checkpoint(
-        id=entry.id,
-        attempt_id=entry.attempt_id,
-        ordinal=entry.ordinal,
-        started_from=entry.started_from,
-        world_size=entry.shard.world_size,
-        bytes=entry.image_bytes,
-        metrics=commit.metrics if commit else {},
-        tags=entry.tags,
-        wall_time_s=commit.wall_time_s if commit else None,
-        at_end=commit is not None and commit.lineage.at_end,
-        pinned=entry.pinned,
-        deleted=entry.deleted,
-        owed=frozenset(entry.owed),
-        set_aside=frozenset(entry.set_aside),
-        in_memory=entry.region is not None and entry.region.sealed,
-        copies={tier: _copy_of(entry, tier) for tier in sorted(tiers)},
-    )
-
-
-def _copy_of(entry: LedgerEntry, tier: str) -> Copy:
-    state = STATES[entry.state(tier)]
-    if state is State.ABSENT and tier in entry.damage:
-        state = State.DAMAGED
-    return Copy(
-        state=state,
-        good=tier in entry.verified,
-        bytes=entry.bytes.get(tier, 0),
-        readers=entry.leases.get(tier, 0),
-    )

@@ -129,8 +129,8 @@ class Life(ManyHistory):
         self.world = TwoRanks(events, seed=len(order))
         self.damage = Damage(self.world, 0)
         self.unlike, self.compares, self.careless = set(), False, False
-        self.lead, self.tidy, self.has_person, self.memory_images = 2, True, False, 2
-        self.steps, self.whole = [], []
+        self.tidy, self.has_person, self.memory_images = True, False, 2
+        self.whole = []
         self.committed, self.given_up, self.found = set(), set(), set()
         self.durable = {}
         self.counts = dict.fromkeys(("WholeCheckpoint", "GivenUpCopy", "crash", "CommittedCopy"), 0)
@@ -230,7 +230,8 @@ class Life(ManyHistory):
             loop.capture = None if final == CUT.chunk_count else (snapshot, final)
             rank.advance(snapshot, final)
         elif loop.at < self.saves:
-            step = self._next_step(loop)
+            loop.at += 1
+            step = self.steps[loop.at]
             self.world.trace.append(f"rank {rank.number} saves {step}")
             loop.asked = (step, rank.ask(step))
 
@@ -248,7 +249,7 @@ class Life(ManyHistory):
     def _waits(self, rank: Rank) -> bool:
         return not self.loops[rank.number].between_saves or bool(rank.door.owed)
 
-    def settle(self, *, heal: bool = True) -> None:
+    def settle(self) -> None:
         """Let all that is begun come to an end."""
         self.world.settle(limit_s=2 * MAX_WAIT_S, after_each=self._after)
 

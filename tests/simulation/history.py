@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from tests.memory_backend import MemoryBackend
 from tests.rules import NEWEST_FIRST, SCATTERED, order
 from tests.simulation.door import Answer
-from tests.simulation.noted import check_life
 from tests.simulation.wants import Wants, draw_wants
 from tests.simulation.weather import Weather, draw_faults
 from tests.simulation.world import (
@@ -42,7 +40,7 @@ from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
-from tierfall.core.types.errors import CapacityError, CaptureError, TierfallError
+from tierfall.core.types.errors import CapacityError, CaptureError
 from tierfall.core.types.values import (
     LOSS_CLASSES,
     CheckpointId,
@@ -104,7 +102,7 @@ class Held:
 
 
 class History:
-    """One run's life. ``go`` makes events happen; each is followed by ``check``."""
+    """One run's life: what may happen in it, and what must hold whatever happened."""
 
     make_world: type[World] = World
     make_weather: type[Weather] = Weather
@@ -116,10 +114,8 @@ class History:
         stored = random.Random(f"stored {seed}")
         memory = random.Random(f"memory {seed}")
         self.when_full = memory.choice((*WhenFull, WhenFull.SUPERSEDE))
-        self.hurry = 1 if self.when_full is WhenFull.WAIT else memory.choice((2, 4, 8))
         order = random.Random(f"order {seed}")
         own = random.Random(f"own order {seed}").choice((NEWEST_FIRST, SCATTERED))
-        self.drains = random.Random(f"drain {seed}")
         drawn, self.wants = draw_rules(self.draw, seed)
         rules = [
             replace(
@@ -177,33 +173,6 @@ class History:
 
     # Events ------------------------------------------------------------------------------------------
 
-    def go(self, events: int) -> None:
-        actions: list[tuple[int, Callable[[], None]]] = [
-            (8 * self.hurry, self.ask),
-            (12 * self.hurry, self.capture_on),
-            (24, self.work),
-            (5, self.let_time_pass),
-            (2, self.pin),
-            (1, self.unpin),
-            (1, self.delete),
-            (1, self.decide_from_outside),
-            (1, self.fail_capture),
-            (1, self.crash),
-            (1, self.go_back_in_process),
-        ]
-        weights = [weight for weight, _ in actions]
-        for _ in range(events):
-            action = self.draw.choices(actions, weights)[0][1]
-            self.log.append(action.__name__)
-            action()
-            self.take_answers()
-            self.check()
-
-    def ask(self) -> None:
-        """Want a save, unless one is under way: the loop saves one after another."""
-        if not self.asked and not self.captures:
-            self.ask_for(self.step + self.draw.choice((1, 1, 5)))
-
     def ask_for(self, step: int) -> None:
         self.step = step
         self.log.append(f"save {step}")
@@ -246,21 +215,6 @@ class History:
             self.world.fail_capture(snapshot, CaptureError("on purpose"))
             self.world.step()
             return
-
-    def work(self) -> None:
-        self.world.run_one()
-
-    def let_time_pass(self) -> None:
-        self.world.now_s += self.draw.choice((0.1, 1.0, 10.0))
-        if self.drains.random() < 0.3:
-            self.drain()
-        self.world.step()
-
-    def drain(self) -> None:
-        """A deadline comes up: what the lanes take changes, and nothing that was promised."""
-        until_s = self.world.now_s + self.drains.choice((0.5, 5.0, 50.0))
-        self.log.append(f"drain until {until_s:.1f}")
-        self.world.door.drain(until_s, now_s=self.world.now_s, asker=self.drains.random())
 
     def _order(self, kind: CommandKind, id: CheckpointId) -> list[Answer]:
         self.log.append(f"{kind} {id}")
@@ -318,9 +272,6 @@ class History:
         entry = self._decided(self.look()).next(word, id, held[id].lineage.attempt_id)
         self._clean(tier).decided.add(entry)
 
-    def crash(self) -> None:
-        self.begin_anew(calm=self.draw.random() < 0.7)
-
     def begin_anew(self, *, calm: bool) -> None:
         """The process dies; the next one restores, mostly what is newest, and goes on."""
         self.world.crash()
@@ -345,7 +296,7 @@ class History:
     def _forget_pins_of_memory(self) -> None:
         """The pin of an image that is only in memory is in the lists of the tiers: it holds for a start that can read
         one of them."""
-        known = self.world.door.decided
+        known = self.world.door.ledger.decided
         for id in [id for id, tiers in self.pinned.items() if tiers == {"host"}]:
             if not known.is_pinned(id, None):
                 del self.pinned[id]
@@ -771,7 +722,7 @@ class History:
         purged = {id for _, id in self._bad()}
         assert set(door.checkpoints) <= set(self._known(now)) | purged, "what is not there is known"
         for checkpoint in door.checkpoints.values():
-            assert not checkpoint.is_read, f"{checkpoint.id} is leased for ever"
+            assert not any(checkpoint.leases.values()), f"{checkpoint.id} is leased for ever"
 
     def is_blocked(self, tier: str, id: CheckpointId) -> bool:
         """Say whether nothing can be made in a checkpoint's folder on a tier."""
@@ -839,25 +790,3 @@ def check_restorable(history: History) -> None:
 
 def live(history: History) -> str:
     return "\n".join(history.log[-120:])
-
-
-def run_history(seed: int, events: int) -> History:
-    """Live through one history; what is wrong is said with the seed and what happened."""
-    history = History(seed)
-    try:
-        history.go(events)
-        history.settle()
-        history.check_settled()
-        history.begin_anew(calm=True)
-        history.settle()
-        history.check_settled()
-        history.check_facts_are_true()
-        for lived in history.world.lives:
-            check_life(lived)
-        check_restorable(history)
-    except (AssertionError, TierfallError, KeyError) as error:
-        rules = "\n".join(map(str, history.world.rules))
-        if not isinstance(error, AssertionError):
-            raise RuntimeError(f"seed {seed}: {error!r}\n{rules}\n{live(history)}") from error
-        raise AssertionError(f"seed {seed}: {error}\n{rules}\n{live(history)}") from None
-    return history

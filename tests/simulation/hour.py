@@ -17,6 +17,7 @@ from tests.simulation.cadence_watch import Watch
 from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.history import RANK, Asked, Held, History, check_restorable, live
 from tests.simulation.mounts import MountedWorld
+from tests.simulation.noted import check_life
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.tries import check_tries
 from tests.simulation.weather import Outage, Weather
@@ -44,7 +45,6 @@ class Hour(History):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         draw = self.draw
-        self.hurry = 0
         save_every_s = draw.choice((120.0, 240.0, 400.0, 600.0))
         image_s = {
             tier: save_every_s * draw.choice((0.02, 0.3, 0.9, 1.5)) for tier in self.world.disks
@@ -69,6 +69,7 @@ class Hour(History):
         self._hangs_as_it_drops = False
         self.lost: dict[LossClass, int] = {}
         self._block = random.Random(f"block {seed}")
+        self._drains = random.Random(f"drain {seed}")
         self._block_next: str | None = None
         self._events_seen = 0
         self.set_aside: list[SetAside] = []
@@ -499,6 +500,13 @@ class Hour(History):
         self.draw.choices(
             (self.pin, self.unpin, self.delete, self.decide_from_outside), (3, 2, 1, 1)
         )[0]()
+        self._drain()
+
+    def _drain(self) -> None:
+        """A deadline comes up: what the lanes take changes, and nothing that was promised."""
+        until_s = self.world.now_s + self._drains.choice((0.5, 5.0, 50.0))
+        self.log.append(f"drain until {until_s:.1f}")
+        self.world.coordinator.drain_schedule.begin(self._drains.random(), until_s)
 
     def settle(self) -> None:
         self._all_is_well()
@@ -529,6 +537,8 @@ def run_hour(seed: int, *, seconds: float = HOUR_S) -> Hour:
         hour.check_facts_are_true()
         check_restorable(hour)
         check_tries(hour.log)
+        for lived in hour.world.lives:
+            check_life(lived)
     except (AssertionError, TierfallError, KeyError) as error:
         rules = "\n".join(map(str, hour.world.rules))
         raise AssertionError(

@@ -6,18 +6,16 @@ The checks look at disks, memory, handles and what rank 0 has said. The planners
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tests.faults import Fault, FaultKind, Operation
-from tests.simulation.door import State
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.many_orders import Person
 from tests.simulation.many_storage import Damage
-from tests.simulation.noted import check_life
 from tests.simulation.rank import CUT, Rank, image_of
 from tests.simulation.wants import draw_wants
 from tests.simulation.world import IMAGE, file_rules, read_image
@@ -31,12 +29,11 @@ from tierfall.core.ranks.messages import Topic
 from tierfall.core.types import keys as names
 from tierfall.core.types.errors import (
     BackendError,
-    CapacityError,
     CaptureError,
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome, WhenFull
+from tierfall.core.types.values import CheckpointId, Codec, CopyState, SaveOutcome, WhenFull
 from tierfall.tiers.stored import StoredTier
 
 MAX_WAIT_S = 30.0
@@ -52,7 +49,6 @@ ENTRY_BYTES = IMAGE + 2000
 class Loop:
     """One rank's training loop: where it is among the steps that all save."""
 
-    speed: float = 1.0
     at: int = 0
     asked: tuple[int, list[Any]] | None = None
     capture: tuple[Snapshot, int] | None = None
@@ -63,7 +59,7 @@ class Loop:
 
 
 class ManyHistory:
-    """One run's life. ``go`` makes events happen, ``settle`` ends them; both look after each."""
+    """One run's life: what may happen in it, and what must hold after each event and once all is done."""
 
     folders_chance = 0.0
     """How often a tier has folders that need their fsync."""
@@ -113,12 +109,10 @@ class ManyHistory:
         self.unlike: set[CheckpointId] = set()
         self.compares = random.Random(f"compares {seed}").random() < 0.5
         self.careless = draw.random() < 0.2
-        self.lead = draw.choice((1, 1, 2, 100))
         self.tidy = draw.random() < 0.4
         self.has_person = draw.random() < 0.5
         self.memory_images = self.world.ranks[0].memory.capacity_bytes // IMAGE
         self.loops: dict[int, Loop] = {}
-        self.steps: list[int] = []
         self.whole: list[CheckpointId] = []
         self.committed: set[tuple[str, CheckpointId]] = set()
         self.given_up: set[tuple[str, CheckpointId]] = set()
@@ -133,12 +127,7 @@ class ManyHistory:
         self._begin_loops()
 
     def _begin_loops(self) -> None:
-        slow = self.draw.choice((None, None, *self.world.ranks))
-        start = self.world.started_from
-        self.steps = [-1 if start is None else start.step]
-        self.loops = {
-            rank.number: Loop(speed=0.15 if rank is slow else 1.0) for rank in self.world.ranks
-        }
+        self.loops = {rank.number: Loop() for rank in self.world.ranks}
         self.whole = []
 
     def _share(self, id: CheckpointId, rank: int) -> ReplicaShare | None:
@@ -204,57 +193,19 @@ class ManyHistory:
 
     # Events --------------------------------------------------------------------------------------
 
-    def go(self, events: int) -> None:
-        actions: list[tuple[int, Callable[[], None]]] = [
-            (30, self.train),
-            (40, self.work),
-            (30, self.talk),
-            (6, self.let_time_pass),
-            (2, self.trouble),
-            (1, self.recover),
-            (1, self.fail_capture),
-            (1, self.skip),
-            *(((2, self.person.order), (1, self.person.decide_beside)) if self.has_person else ()),
-        ]
-        weights = [weight for weight, _ in actions]
-        for action in self.draw.choices([action for _, action in actions], weights, k=events):
-            action()
-            self._after()
-
     def _after(self) -> None:
         self.world.hear()
         self._take_answers()
         self.check()
 
-    def train(self) -> None:
-        rank = self.draw.choice(self.world.ranks)
-        if self.draw.random() < self.loops[rank.number].speed:
-            self.train_on(rank)
-
-    def train_on(self, rank: Rank) -> None:
+    def capture_on(self, rank: Rank) -> None:
+        """Let the watermark of a rank's capture rise, and the capture end at last."""
         loop = self.loops[rank.number]
-        if loop.asked is not None:
-            return
-        if loop.capture is not None:
-            snapshot, final = loop.capture
-            final = self.draw.randint(final, CUT.chunk_count)
-            loop.capture = None if final == CUT.chunk_count else (snapshot, final)
-            rank.advance(snapshot, final)
-            return
-        if loop.at - min(other.at for other in self.loops.values()) >= self.lead:
-            return
-        step = self._next_step(loop)
-        if self.careless and self.draw.random() < 0.05:
-            self.world.trace.append(f"rank {rank.number} never saves {step}")
-            return
-        self.world.trace.append(f"rank {rank.number} saves {step}")
-        loop.asked = (step, rank.ask(step))
-
-    def _next_step(self, loop: Loop) -> int:
-        loop.at += 1
-        if loop.at == len(self.steps):
-            self.steps.append(self.steps[-1] + self.draw.choice((1, 1, 5)))
-        return self.steps[loop.at]
+        assert loop.capture is not None
+        snapshot, final = loop.capture
+        final = self.draw.randint(final, CUT.chunk_count)
+        loop.capture = None if final == CUT.chunk_count else (snapshot, final)
+        rank.advance(snapshot, final)
 
     def _take_answers(self) -> None:
         for rank in self.world.ranks:
@@ -269,18 +220,6 @@ class ManyHistory:
             else:
                 loop.capture = (rank.begin(step, region), 0)
 
-    def work(self) -> None:
-        busy = [rank for rank in self.world.ranks if rank.tasks]
-        if busy:
-            self.draw.choice(busy).run_one(self.draw)
-
-    def talk(self) -> None:
-        self.world.deliver(self.draw.choice((1, 2, 5)))
-
-    def let_time_pass(self) -> None:
-        self.world.now_s += self.draw.choice((0.1, 0.1, 0.1, 1.0, 1.0, 10.0))
-        self.world.step()
-
     def fail_capture(self) -> None:
         rank = self.draw.choice(self.world.ranks)
         loop = self.loops[rank.number]
@@ -289,18 +228,6 @@ class ManyHistory:
             snapshot, _ = loop.capture
             loop.capture = None
             rank.fail_capture(snapshot, CaptureError("on purpose"))
-
-    def skip(self) -> None:
-        """A save of one rank ends before its capture."""
-        rank = self.draw.choice(self.world.ranks)
-        loop = self.loops[rank.number]
-        if loop.between_saves and not self.tidy:
-            step = self._next_step(loop)
-            self.world.trace.append(f"rank {rank.number}: save {step} ends at once")
-            if self.draw.random() < 0.5:
-                rank.skip(step, CapacityError("on purpose"))
-            else:
-                rank.skip(step, CaptureError("on purpose"), SaveOutcome.FAILED)
 
     def trouble(self) -> None:
         """A tier begins to fail for one rank: a little or wholly, in all or in its commits, in passing or for good."""
@@ -360,29 +287,6 @@ class ManyHistory:
     def change_storage(self) -> None:
         """No process lives."""
 
-    # The end -------------------------------------------------------------------------------------
-
-    def settle(self, *, heal: bool = True) -> None:
-        """Let storage heal, every rank come to the same step, and all work be done."""
-        if heal:
-            for rank in self.world.ranks:
-                for trouble in rank.troubles.values():
-                    trouble.stop()
-        self.world.settle(after_each=self._after)
-        while behind := [r for r in self.world.ranks if not self._is_even(self.loops[r.number])]:
-            self.train_on(self.draw.choice(behind))
-            self._after()
-            if not any(self._can_go_on(self.loops[r.number]) for r in behind):
-                self.world.settle(after_each=self._after)
-        self.world.settle(after_each=self._after)
-        self.world.trace.append("settled")
-
-    def _is_even(self, loop: Loop) -> bool:
-        return loop.between_saves and loop.at == len(self.steps) - 1
-
-    def _can_go_on(self, loop: Loop) -> bool:
-        return loop.asked is None and not self._is_even(loop)
-
     # What must hold after each event -------------------------------------------------------------
 
     def check(self) -> None:
@@ -423,7 +327,7 @@ class ManyHistory:
             (tier, id)
             for id, known in self.world.ranks[0].door.checkpoints.items()
             for tier in self.tiers
-            if known.state(tier) is State.LEAVING
+            if known.state(tier) is CopyState.LEAVING
         }
         sure, there = (
             {
@@ -482,7 +386,7 @@ class ManyHistory:
         for rank in self.world.ranks:
             assert not rank.door.is_busy, f"rank {rank.number} is still busy: {rank.door.owed}"
             for known in rank.door.checkpoints.values():
-                assert not known.is_read, f"{known.id} is leased for ever"
+                assert not any(known.leases.values()), f"{known.id} is leased for ever"
             assert all(region.sealed for region in rank.memory.regions), "memory is leaked"
 
     def _check_handles(self) -> None:
@@ -576,32 +480,3 @@ class ManyHistory:
             left = ids - held - set().union(*(rank.committed(tier) for tier in self.tiers))
             left -= set().union(*(self.damage.on(tier) for tier in self.tiers))
             assert not left, f"rank {rank.number} knows of {left}, which is nowhere"
-
-
-def run_many(seed: int, events: int) -> ManyHistory:
-    """Live through one history; what is wrong is said with the seed and what happened."""
-    history = ManyHistory(seed)
-    try:
-        for life in range(history.draw.choice((1, 1, 2, 3))):
-            if life:
-                history.crash()
-            history.go(events)
-        history.settle(heal=history.draw.random() < 0.5)
-        history.check_settled(healed=False)
-        history.settle()
-        history.check_settled()
-        history.crash()
-        history.settle()
-        history.check_settled()
-        history.person.check_started()
-        for lived in history.world.lives:
-            check_life(lived)
-        history.counts.update(history.person.counts)
-    except Exception as error:
-        lately = "\n".join(history.world.trace[-150:])
-        nodes = history.world.node_of
-        rules = "\n".join(map(str, history.world.rules))
-        raise AssertionError(
-            f"seed {seed}, ranks on nodes {nodes}: {error!r}\n{rules}\n{lately}"
-        ) from error
-    return history

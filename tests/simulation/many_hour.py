@@ -15,6 +15,7 @@ from tests.simulation.hour import CAPTURE_PARTS, HOUR_S
 from tests.simulation.many import NODE_TIER, SHARED_TIER
 from tests.simulation.many_history import Loop, ManyHistory
 from tests.simulation.many_storage import Faults, id_of
+from tests.simulation.noted import check_life
 from tests.simulation.rank import Rank
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.tries import check_tries
@@ -250,9 +251,9 @@ class ManyHour(ManyHistory):
         """A part of a capture has gone by; with the last one it ends."""
         loop = self.loops[rank.number]
         if loop.capture is not None:
-            self.train_on(rank)
+            self.capture_on(rank)
         while loop.capture is not None and parts == 1:
-            self.train_on(rank)
+            self.capture_on(rank)
         if loop.capture is not None:
             self._capture_soon(rank, parts - 1)
 
@@ -261,10 +262,10 @@ class ManyHour(ManyHistory):
     def train_on(self, rank: Rank) -> None:
         """Go on with a save, or train until the next one, or until all ranks are at the same step."""
         loop = self.loops[rank.number]
-        if not loop.between_saves:
-            super().train_on(rank)
+        if loop.capture is not None:
+            self.capture_on(rank)
             return
-        while not self._is_even(loop):
+        while loop.asked is None and not self._is_even(loop):
             if self._end_step(rank):
                 return
 
@@ -272,13 +273,31 @@ class ManyHour(ManyHistory):
         return loop.between_saves and loop.at == max(other.at for other in self.loops.values())
 
     def settle(self, *, heal: bool = True) -> None:
+        """Let storage heal, every rank come to the same step, and all work be done."""
         self._is_settling = True
         self.faults.all_is_well(mounted=True)
-        super().settle(heal=heal)
+        if heal:
+            for rank in self.world.ranks:
+                for trouble in rank.troubles.values():
+                    trouble.stop()
+        self._work_off()
         for training in self.trainings:
             training.cadence.end()
-        super().settle(heal=heal)
+        self._work_off()
         self._is_settling = False
+
+    def _work_off(self) -> None:
+        self.world.settle(after_each=self._after)
+        while behind := [r for r in self.world.ranks if not self._is_even(self.loops[r.number])]:
+            self.train_on(self.draw.choice(behind))
+            self._after()
+            if not any(self._can_go_on(self.loops[r.number]) for r in behind):
+                self.world.settle(after_each=self._after)
+        self.world.settle(after_each=self._after)
+        self.world.trace.append("settled")
+
+    def _can_go_on(self, loop: Loop) -> bool:
+        return loop.asked is None and not self._is_even(loop)
 
     def check_settled(self, *, healed: bool = True) -> None:
         super().check_settled(healed=healed)
@@ -407,6 +426,8 @@ def run_many_hour(seed: int, *, seconds: float = HOUR_S, storage: bool = False) 
         if not hour.world.unread:  # a deletion waits for a start that can look everywhere
             hour.person.check_started()
         check_tries(hour.world.trace)
+        for lived in hour.world.lives:
+            check_life(lived)
     except Exception as error:
         lately = "\n".join(hour.world.trace[-150:])
         rules = "\n".join(map(str, hour.world.rules))

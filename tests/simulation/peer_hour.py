@@ -8,19 +8,19 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from tests.simulation import peer_world
 from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.many import SHARED_TIER
+from tests.simulation.many_history import Loop
 from tests.simulation.noted import check_life
 from tests.simulation.peer_watch import PeerWatch
 from tests.simulation.peer_world import PEER_TIER, Machine, PeerRank, PeerWorld
 from tests.simulation.rank import CUT
 from tests.simulation.world import FakeRegion, file_rules
-from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.flush.tasks import AbortShard, CommitCopy, DeleteCopy, Task
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import TierKind, WhenFull
@@ -34,18 +34,6 @@ CAPTURE_PARTS = 3
 def peer_rules(**members: Any) -> TierRules:
     """The rules of peer memory; it survives the loss of a node, as a shared folder does."""
     return replace(file_rules(PEER_TIER, shared=True, **members), kind=TierKind.PEER)
-
-
-@dataclass
-class Loop:
-    """One rank's training loop: what it has asked for, and its capture."""
-
-    asked: tuple[int, list[Any]] | None = None
-    capture: tuple[Snapshot, int] | None = None
-
-    @property
-    def is_training(self) -> bool:
-        return self.asked is None and self.capture is None
 
 
 class PeerHour:
@@ -193,7 +181,7 @@ class PeerHour:
         starts = self.world.starts
         if not self._is_saving:
             return
-        if not all(self.loops[rank.number].is_training for rank in self.world.alive):
+        if not all(self.loops[rank.number].between_saves for rank in self.world.alive):
             self.clock.after(1.0, self._of_this_start(starts, self._save))
             return
         self.step += self.draw.choice((1, 1, 5))

@@ -316,7 +316,7 @@ class Rank:
         self.door.continue_from(id, attempt=self.attempt.number, read_whole=self._read_whole)
         for tier, of, error in self._found_damage:
             there = tier == "host" or self.stores[tier].is_committed(of)
-            self.door.found_damage(tier, of, str(error), repairable=there)
+            self.coordinator.found_damage(tier, of, str(error), repairable=there)
 
     def start(self, start: Start, held: tuple[Listing, ...]) -> None:
         """Begin to plan, by what all ranks have their parts of."""
@@ -342,7 +342,7 @@ class Rank:
             message_tree=self.world.network.message_trees[self.number],
             shared=self.world.shared,
         )
-        self.coordinator = self.door.planner  # for the tests of this planner
+        self.coordinator = self.door.planner
         self.world.lives.append(self.door)
         self._listen()
         self.door.start()
@@ -377,7 +377,7 @@ class Rank:
     # Saving --------------------------------------------------------------------------------------
 
     def _line(self, step: int) -> Lineage:
-        self.ordinal = max(self.ordinal, self.door.least_ordinal) + 1
+        self.ordinal = max(self.ordinal, self.door.ledger.least_ordinal) + 1
         return Lineage(
             run="run",
             checkpoint=CheckpointId(step, self.world.attempt.number),

@@ -1,21 +1,18 @@
 """Bugs of peer memory that are planted on purpose, each found within some hours, with its seed."""
 
-# These are bugs of the present planner and its worker, in classes of theirs: another planner needs its own of them.
-# look_for_what_was_sent_in_own_memory, announce_a_commit_too_early, evict_what_peer_memory_relies_on,
-# delete_images_whose_rest_is_not_seen.
-# count_uncommitted_ones is one of what policies see, core/types/view.py, in a member that the present planner fills.
-
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.simulation import peer_world
 from tests.simulation.peer_hour import run_peer_hour
+from tests.simulation.test_planted_bugs import count_uncommitted_ones, first_wrong
 from tierfall.core.copies import images
 from tierfall.core.copies.chunk_reader import ChunkReader
 from tierfall.core.flush import worker
@@ -26,8 +23,7 @@ from tierfall.core.flush.tasks import OpenShard
 from tierfall.core.format.catalog import FoundCopy
 from tierfall.core.format.records import Commit
 from tierfall.core.types.errors import KeyNotFoundError, UnreachableError
-from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.core.types.view import CheckpointView
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies import eviction
 from tierfall.policies.placement import CopyPlacement, place_copies
 from tierfall.setup import peers, start
@@ -106,16 +102,6 @@ def announce_a_commit_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TierCommits, "on_all_uploaded", on_all_uploaded)
 
 
-def count_uncommitted_ones(patch: pytest.MonkeyPatch) -> None:
-    """A copy that is only arriving takes the place of the last committed one."""
-
-    def readable_on(self: CheckpointView, tier: str) -> bool:
-        return real(self, tier) or self.state(tier) is CopyState.ARRIVING
-
-    real = CheckpointView.readable_on
-    patch.setattr(CheckpointView, "readable_on", readable_on)
-
-
 def evict_what_peer_memory_relies_on(patch: pytest.MonkeyPatch) -> None:
     """An image in a node's own memory counts for nothing once another node keeps a copy."""
     patch.setattr(eviction, "_completes_peer_memory", lambda view, checkpoint: False)
@@ -185,14 +171,6 @@ def move_an_image_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(peer_world, "recover_image", recover_image)
 
 
-def wrong(seed: int, copies: int) -> str:
-    try:
-        run_peer_hour(seed, seconds=SECONDS, copies=copies)
-    except AssertionError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize(
     ("plant", "copies", "first"),
     [
@@ -222,10 +200,7 @@ def test_a_planted_bug_of_peer_memory_is_found_and_its_seed_is_reported(
 ) -> None:
     plant(monkeypatch)
     caplog.set_level(logging.CRITICAL)
-    seed, output = next(
-        ((s, output) for s in range(first, first + SEEDS) if (output := wrong(s, copies))),
-        (0, ""),
-    )
-    assert output, f"none of {SEEDS} runs broke a promise"
+    run = partial(run_peer_hour, seconds=SECONDS, copies=copies)
+    seed, output = first_wrong(run, range(first, first + SEEDS))
     assert output.startswith(f"seed {seed},")
     assert f"--peers --copies {copies} --hours 0.5 --first {seed} --seeds 1" in output

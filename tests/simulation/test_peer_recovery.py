@@ -2,10 +2,6 @@
 one loss after the other.
 """
 
-# Two tests name what is inside the present planner, and its worker: another planner needs its own of them.
-# test_a_commit_record_that_is_lost_on_its_way_is_written_anew (LOST_WRITES_MAX),
-# test_a_copy_that_is_sent_again_takes_the_place_of_the_one_before_only_once_it_is_there (patches of worker).
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -73,32 +69,6 @@ class World(PeerWorld):
         found = self.watch._find(id)
         assert found is not None
         return [len(found.holders(rank.shard)) for rank in self.ranks]
-
-
-@pytest.mark.parametrize("node", range(4))
-def test_two_nodes_with_an_image_are_lost_one_after_the_other_and_nothing_is_saved_meanwhile(
-    node: int,
-) -> None:
-    world = World()
-    partner = world.placement.holders[node][1]
-    world.replace([node])
-    assert world.started_from == ONE
-    assert [rank.recovered for rank in world.ranks].count(ONE) == 1
-    assert all(rank.door.on_few_nodes for rank in world.ranks)
-    world.settle(after_each=world.watch.look)
-    assert not any(rank.door.on_few_nodes for rank in world.ranks)
-    assert world.watch.counts["made_again"] == 1
-    assert world.where(ONE) == [2] * 4
-    world.replace([partner])
-    assert world.started_from == ONE
-
-
-def test_an_image_is_brought_back_from_the_second_keeper_where_the_first_is_new_too() -> None:
-    world = World(copies=2)
-    _, first, second = world.placement.holders[0]
-    world.replace([0, first])
-    assert world.ranks[0].recovered == ONE
-    assert world.present[second].number < 4
 
 
 def test_an_image_is_brought_back_while_one_of_two_keepers_is_lost() -> None:

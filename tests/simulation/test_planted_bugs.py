@@ -1,11 +1,5 @@
 """The simulation sees what it is for: each of some bugs, planted by hand, makes an hour of training break a promise."""
 
-# These are bugs of the present planner and its worker, in classes of theirs: another planner needs its own of them.
-# forget_a_pin, decide_per_rank, keep_the_turn_of_a_copy_that_fails, blame_a_copy_for_its_tier,
-# forget_what_was_set_aside, try_a_copy_for_ever, take_a_misread_for_damage.
-# These are bugs of what policies see, core/types/view.py, in members that the present planner fills:
-# evict_before_the_successors_commit, count_uncommitted_ones, drop_a_leased_copy, rely_on_what_nobody_has_read.
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -203,12 +197,14 @@ def run_storage_hour(seed: int) -> ManyHour:
     return run_many_hour(seed, storage=True)
 
 
-def wrong(run: Callable[[int], Any], seed: int) -> str:
-    try:
-        run(seed)
-    except AssertionError as error:
-        return str(error)
-    return ""
+def first_wrong(run: Callable[[int], object], seeds: range) -> tuple[int, str]:
+    """The first of these runs that breaks a promise, and what it says."""
+    for seed in seeds:
+        try:
+            run(seed)
+        except AssertionError as error:
+            return seed, str(error)
+    raise AssertionError(f"none of {len(seeds)} runs broke a promise")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +215,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (count_uncommitted_ones, run_hour, 0),
         (drop_a_leased_copy, run_hour, 4),
         (believe_the_commit_record, run_hour, 2),
-        (rely_on_what_nobody_has_read, run_hour, 162),
+        (rely_on_what_nobody_has_read, run_hour, 12),
         (save_twice_as_often, run_hour, 0),
         (look_for_newer_attempts_at_commits_only, run_hour, 21),
         pytest.param(keep_the_turn_of_a_copy_that_fails, run_hour, 7, marks=LONG),
@@ -249,10 +245,6 @@ def test_a_planted_bug_is_found_and_its_seed_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch)
-    seed, output = next(
-        ((seed, output) for seed in range(first, first + SEEDS) if (output := wrong(run, seed))),
-        (0, ""),
-    )
-    assert output, f"none of {SEEDS} hours broke a promise"
+    seed, output = first_wrong(run, range(first, first + SEEDS))
     assert output.startswith(f"seed {seed}")
     assert f"--first {seed} --seeds 1" in output

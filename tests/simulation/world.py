@@ -365,7 +365,7 @@ class World:
             run_bytes_min=self.run_bytes_min,
             set_pace=self.set_pace,
         )
-        self.coordinator = self.door.planner  # for the tests of this planner
+        self.coordinator = self.door.planner
         self.lives.append(self.door)
         self.door.start()
 
@@ -495,6 +495,12 @@ class World:
         self.seal(snapshot)
         self.step()
         return snapshot.handle
+
+    def save_all(self, *steps: int) -> None:
+        """Save these steps, each until nothing is left to be done."""
+        for step in steps:
+            self.save(step)
+            self.settle()
 
     # Driving -----------------------------------------------------------------------------------------
 

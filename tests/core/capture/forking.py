@@ -6,7 +6,6 @@ Children are forked from a process of its own, which starts no test's threads. E
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -72,17 +71,10 @@ def train_a_probe(_: object = None) -> float:
 
 
 @by_child
-def reads_where_the_image_is(run: Run) -> object:
-    snapshot = run.ckpt._capturer._current
-    assert snapshot is not None
-    return sum(snapshot.region.image)
-
-
-@by_child
 def writes_over_the_image(run: Run) -> object:
     snapshot = run.ckpt._capturer._current
     assert snapshot is not None
-    snapshot.region.image[:] = b"\xff" * len(snapshot.region.image)
+    snapshot.region.tensor().fill_(-1)
     return None
 
 
@@ -114,18 +106,6 @@ def leaves_the_with_block(run: Run) -> object:
 
 
 @by_child
-def waits_captured(run: Run) -> object:
-    run.ckpt.wait_captured()
-    return None
-
-
-@by_child
-def restores(run: Run) -> object:
-    run.ckpt.restore(run.trainer.state)
-    return None
-
-
-@by_child
 def has_a_run_of_its_own(run: Run) -> object:
     trainer = Trainer()
     folder = run.folder / f"child-{os.getpid()}"
@@ -136,16 +116,6 @@ def has_a_run_of_its_own(run: Run) -> object:
         trainer.step()
         handle.wait(timeout=PATIENCE_S)
     return [handle.stats.lazy, same(before, saved(folder / "disk", 2))]
-
-
-@by_child
-def has_a_child_of_its_own(run: Run) -> object:
-    child = os.fork()
-    if not child:
-        train_a_probe()
-        os._exit(0)
-    run.trainer.step()
-    return os.waitpid(child, 0)[1]
 
 
 # What parents do --------------------------------------------------------------------------------------
@@ -159,12 +129,6 @@ class Augmented(Dataset[torch.Tensor]):
 
     def __getitem__(self, number: int) -> torch.Tensor:
         return torch.tensor(train_a_probe())
-
-
-@by_parent
-def maps_over_a_pool(run: Run) -> object:
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        return len(pool.map(train_a_probe, range(4)))
 
 
 @by_parent

@@ -203,35 +203,6 @@ def test_another_thread_that_waits_is_no_barrier(
         assert handle.outcome is SaveOutcome.SAVED
 
 
-def test_a_barrier_that_waits_too_long_gives_the_snapshot_up_and_trains_on(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = Trainer()
-    go_on = threading.Event()
-    copy = ImageCopier._copy
-
-    def stuck(filling: ImageCopier, pieces: Any) -> None:
-        if threading.current_thread().name.endswith("-capture"):
-            inside.set()
-            assert go_on.wait(PATIENCE_S)
-        copy(filling, pieces)
-
-    inside = threading.Event()
-    with tierfall.open(make_config(max_wait="1s")) as ckpt:
-        warmed_up(ckpt, trainer)
-        monkeypatch.setattr(ImageCopier, "_copy", stuck)
-        handle = lazy_save(ckpt, trainer, 2)
-        assert inside.wait(PATIENCE_S)
-        before = trainer.now()
-        trainer.step()
-        assert not torch.equal(before["model.0.weight"], trainer.now()["model.0.weight"])
-        monkeypatch.setattr(ImageCopier, "_copy", copy)
-        go_on.set()
-        error = failed(handle)
-        assert "the barrier waited 1 s (max_wait)" in str(error)
-        still_saves(ckpt, trainer, 3, tmp_path / "disk")
-
-
 # Where else it may fail ------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from tests import forked
 from tests.core.capture.forking import BY_CHILD, BY_PARENT
 
-ROOT = Path(__file__).parents[3]
 HARMLESS = [
     "frees_storages",
     "leaves_the_with_block",
@@ -21,10 +19,6 @@ HARMLESS = [
 CODES = {
     "writes_over_the_image": -signal.SIGSEGV,
     "ends_as_programs_do": 3,
-}
-REFUSED = {
-    "waits_captured": "open another run in the child",
-    "restores": "open another run in the child",
 }
 
 
@@ -63,28 +57,14 @@ def test_a_child_ends_as_it_means_to(answers: dict[str, dict[str, Any]], deed: s
     assert answers[deed]["code"] == CODES[deed]
 
 
-@pytest.mark.parametrize("deed", REFUSED)
-def test_a_child_that_uses_the_run_of_its_parent_learns_what_to_do(
-    answers: dict[str, dict[str, Any]], deed: str
-) -> None:
-    answer = answers[deed]
-    assert "ConfigError" in answer["error"]
-    assert "forked child cannot" in answer["error"]
-    assert REFUSED[deed] in answer["error"]
-
-
 def test_a_childs_own_exception_is_its_own(answers: dict[str, dict[str, Any]]) -> None:
     answer = answers["raises_in_the_with_block"]
     assert answer["error"] == "ZeroDivisionError: the child's own\n"
     assert "closing failed" not in answer["log"]
 
 
-def test_the_image_of_the_parent_is_nothing_in_a_child(answers: dict[str, dict[str, Any]]) -> None:
-    assert answers["reads_where_the_image_is"]["told"] == 0
-
-
-def test_a_child_may_have_a_run_and_children_of_its_own(answers: dict[str, dict[str, Any]]) -> None:
+def test_a_child_may_have_a_run_of_its_own_and_a_parent_workers_that_train(
+    answers: dict[str, dict[str, Any]],
+) -> None:
     assert answers["has_a_run_of_its_own"]["told"] == [True, True], "lazy, and right"
-    assert answers["has_a_child_of_its_own"]["told"] == 0
-    assert answers["maps_over_a_pool"]["told"] == 4
     assert answers["reads_by_workers"]["told"] == 8

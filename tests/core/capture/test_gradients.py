@@ -138,21 +138,6 @@ def test_a_scaler_that_skips_steps_is_no_accumulation(
     assert output() == []
 
 
-def test_a_save_between_micro_steps_says_once_which_step_lacks_gradients(
-    saved_steps: tuple[Training, Save, Callable[[], list[str]]],
-) -> None:
-    training, save, output = saved_steps
-    for step in range(1, 9):
-        training.backward()
-        if step % 2 == 0:
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-        save()
-    (text,) = output()
-    assert text.startswith("step 3 was saved between a backward pass and the optimizer step")
-    assert "docs/exact-resume.md" in text
-
-
 @pytest.mark.parametrize("one_buffer", [False, True])
 def test_large_gradients_are_let_go_of_where_the_loop_does(
     make_config: MakeConfig, one_buffer: bool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 from collections.abc import Callable
 
@@ -22,18 +21,6 @@ PATIENCE_S = 20.0
 
 def handle_for(*tiers: str, clock: Callable[[], float] = lambda: 0.0) -> SaveHandle:
     return SaveHandle(CheckpointId(400, 7), tiers, in_memory="host", clock=clock)
-
-
-# Asking ----------------------------------------------------------------------------------------------
-
-
-def test_a_tier_that_this_step_does_not_go_to_is_a_mistake_that_names_the_right_ones() -> None:
-    handle = handle_for("nvme")
-    for ask in (lambda: handle.wait("store", timeout=0), lambda: handle.done("store")):
-        with pytest.raises(
-            ConfigError, match=r"step 400 goes to no tier 'store'; expected one of host, nvme"
-        ):
-            ask()
 
 
 # Waiting ---------------------------------------------------------------------------------------------
@@ -63,17 +50,6 @@ def test_raised_again_and_again_the_original_does_not_grow() -> None:
     assert original.__traceback__ is None
 
 
-def test_a_tier_that_failed_and_then_got_it_is_forgiven() -> None:
-    handle = handle_for("nvme")
-    handle.on_captured()
-    handle.on_tier_failed("nvme", FlushError("down"))
-    assert handle.outcome is SaveOutcome.FAILED
-    handle.on_committed("nvme")
-    assert handle.outcome is SaveOutcome.SAVED
-    assert handle.exception() is None
-    handle.wait(timeout=0)
-
-
 def test_a_tier_on_the_way_that_failed_is_reported_but_does_not_decide() -> None:
     handle = handle_for("nvme", "store")
     handle.on_captured()
@@ -83,16 +59,6 @@ def test_a_tier_on_the_way_that_failed_is_reported_but_does_not_decide() -> None
     assert handle.outcome is SaveOutcome.SAVED
     assert "nvme is full" in str(handle.exception())
     handle.wait(timeout=0)
-
-
-def test_a_time_in_place_of_a_tier_is_answered_by_the_right_call() -> None:
-    handle = handle_for("nvme")
-    with pytest.raises(
-        ConfigError, match=r"60 is not a tier; a time is given as wait\(timeout=60\)"
-    ):
-        handle.wait(60)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"not .30s.: expected 30$"):
-        handle.wait(timeout="30s")  # type: ignore[arg-type]
 
 
 # Calling back ----------------------------------------------------------------------------------------
@@ -115,23 +81,6 @@ class Calls:
         handle.add_done_callback(last := Calls(), "host")
         last.next()
         return self.made.empty()
-
-
-def test_a_callback_that_raises_is_logged_and_the_next_is_called(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    handle, calls = handle_for("nvme"), Calls()
-
-    def fails(handle: SaveHandle) -> None:
-        raise ValueError(f"of step {handle.step}")
-
-    handle.add_done_callback(fails)
-    handle.add_done_callback(lambda handle: sys.exit(1))
-    handle.add_done_callback(calls)
-    handle.on_committed("nvme")
-    calls.next()
-    assert [str(r.exc_info[1]) for r in caplog.records if r.exc_info] == ["of step 400", "1"]
-    assert "a callback failed: <function" in caplog.text
 
 
 def test_a_callback_that_cannot_be_called_is_refused() -> None:

@@ -69,16 +69,13 @@ def leave(world: World, tier: str, word: Word) -> None:
 
 def saved(*tiers: str, steps: int = 2, **rules: object) -> World:
     world = World([file_rules(tier, **rules) for tier in tiers])  # type: ignore[arg-type]
-    for step in range(1, steps + 1):
-        world.save(step)
-        world.settle()
+    world.save_all(*range(1, steps + 1))
     return world
 
 
 def test_a_pin_that_comes_too_late_is_refused() -> None:
     world = World([file_rules("nvme", retain_last=1)], memory_images=1)
-    world.save(1)
-    world.settle()
+    world.save_all(1)
     region, _ = world.ask_for_region(2)
     world.seal(world.begin(2, region))
     world.step()
@@ -125,9 +122,7 @@ def test_a_deletion_that_one_list_does_not_take_is_carried_out_there_too_and_not
         return Faulty(inner, seed=0, plan=[fault]) if name == "store" else inner
 
     world = World([file_rules("nvme"), file_rules("store")], wrap=wrap)
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
+    world.save_all(1, 2)
     leave(world, "nvme", Word.DELETED)
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]

@@ -58,9 +58,7 @@ def damage(world: World, tier: str, id: CheckpointId = FIRST) -> str | None:
 def test_damage_that_another_process_has_just_found_stops_a_deletion_by_rule() -> None:
     """Also one that is under way already, and if this process has read the list of the tier a moment before."""
     world = World([file_rules("nvme", retain_last=2)], memory_images=3)
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
+    world.save_all(1, 2)
     store = world.stores["nvme"]
     other = StoredTier(name="nvme", run="run", backend=world.disks["nvme"])
     world.save(3)
@@ -136,9 +134,7 @@ def whole_on(world: World, tier: str) -> list[int]:
 
 def saved_here(steps: Iterable[int], *rules: object, **members: object) -> World:
     world = World(rules, **members)  # type: ignore[arg-type]
-    for step in steps:
-        world.save(step)
-        world.settle()
+    world.save_all(*steps)
     return world
 
 
@@ -147,8 +143,7 @@ def test_what_was_removed_is_no_reason_to_drop_the_last_one_for_room() -> None:
     remove(world.disks["pfs"], 2)
     seen: list[list[int]] = []
     world.sees = lambda task: seen.append(whole_on(world, "pfs"))
-    world.save(3)
-    world.settle()
+    world.save_all(3)
     assert all(seen), "one is there at any moment"
     assert whole_on(world, "pfs") == [1, 3], "what has gone takes no room"
 
@@ -195,12 +190,9 @@ def two_with_damage(restored: CheckpointId = FIRST, **members: Any) -> World:
 
 def test_a_damaged_copy_goes_first_where_room_is_needed() -> None:
     world = two_with_damage()
-    world.save(3)
-    world.settle()
+    world.save_all(3)
     assert world.steps_on("pfs") == [1, 3]
-    for step in (4, 5):
-        world.save(step)
-        world.settle()
+    world.save_all(4, 5)
     assert world.steps_on("pfs") == [4, 5]
     assert not world.coordinator.errors
 
@@ -219,8 +211,7 @@ def test_a_damaged_copy_that_something_may_come_of_stays_and_the_error_names_it(
             entries[SECOND].note_damage("other", "does not match", repairable=True)
     if why == "restored":
         world.order(CommandKind.PIN, FIRST)
-    world.save(3)
-    world.settle()
+    world.save_all(3)
     assert SECOND.step in world.steps_on("pfs")
     (error,) = world.coordinator.errors
     assert "tierfall rm ID" in str(error)

@@ -41,8 +41,7 @@ def throttled(*tiers: str, images: int = 8, **options: Any) -> Throttled:
     world = Throttled(
         rules, bytes_per_s=dict.fromkeys(tiers, RATE), memory_images=images, **options
     )
-    world.save(1)
-    world.settle()
+    world.save_all(1)
     return world
 
 

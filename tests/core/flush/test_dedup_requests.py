@@ -155,23 +155,6 @@ def unlike() -> tuple[Job, list[ReplicatedTensors]]:
     return job, shares
 
 
-def test_a_difference_ends_every_save_by_that_division_and_then_all_write_all() -> None:
-    job, shares = unlike()
-    first = why_not(job, 2, shares_of(job, shares, digests=True))
-    assert first is not None
-    assert first.startswith("model.weight on rank 0 differs from that on rank 1: ")
-    assert why_not(job, 3, shares_of(job, shares, digests=False)) == first, "it was under way"
-    assert not any(divider.assignments for divider in job.dividers)
-    for rank in range(2):
-        job.ask(rank, 4, shares[rank])
-    job.network.deliver()
-    for rank, share in enumerate(shares):
-        assert share.written_by_others(job.answers[rank], rank) == {}
-    apart = shares_of(job, shares, digests=False)
-    assert why_not(job, 4, apart) is None
-    assert why_not(job, 5, apart) is None
-
-
 def test_a_rank_that_does_not_answer_holds_the_refusal_up_no_longer_than_others_wait() -> None:
     job, shares = unlike()
     root, id = job.dividers[0], CheckpointId(2, 1)

@@ -12,8 +12,7 @@ from tierfall.core.types.values import CheckpointId
 
 def test_one_search_collects_an_earlier_save_that_failed_if_a_later_one_came() -> None:
     world = World([file_rules("nvme")], memory_images=3)
-    world.save(1)
-    world.settle()
+    world.save_all(1)
     one = world.stores["nvme"].read_commit(CheckpointId(1, 1))
     failed, came = CheckpointId(2, 1), CheckpointId(3, 1)
     commit = replace(one, lineage=replace(one.lineage, checkpoint=came, ordinal=3))

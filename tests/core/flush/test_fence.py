@@ -66,8 +66,7 @@ def test_a_new_attempt_of_this_process_is_not_a_fence() -> None:
     assert world.coordinator.fenced is None
     assert handle.outcome is SaveOutcome.SAVED
     world.attempt, world.started_from = new, CheckpointId(1, 1)
-    world.save(2)
-    world.settle()
+    world.save_all(2)
     assert world.steps_on("nvme") == [1, 2]
 
 
@@ -98,8 +97,7 @@ def test_a_checkpoint_of_the_same_name_is_never_taken_for_ones_own() -> None:
 def test_a_checkpoint_of_the_same_name_is_not_collected_either() -> None:
     world = World([file_rules("nvme")])
     store = world.stores["nvme"]
-    world.save(1)
-    world.settle()
+    world.save_all(1)
     id = CheckpointId(1, 1)
     outcome = world.runner.run(DeleteCopy(tier="nvme", id=id, reason="test", unfinished=True))
     assert outcome.value == store.read_commit(id)
@@ -122,8 +120,7 @@ def test_a_checkpoint_of_the_same_name_is_not_collected_either() -> None:
 def test_a_record_of_other_ranks_images_does_not_make_a_rank_s_own_copy_committed() -> None:
     """As in peer memory, where a node finds what it keeps for another one."""
     world = World([file_rules("nvme")])
-    world.save(1)
-    world.settle()
+    world.save_all(1)
     task = DeleteCopy(
         tier="nvme", id=CheckpointId(1, 1), reason="test", unfinished=True, shard=Shard(1, 2)
     )
@@ -164,8 +161,7 @@ def test_what_looks_unfinished_is_not_collected() -> None:
 @pytest.mark.parametrize("kind", CommandKind)
 def test_an_order_to_a_fenced_process_changes_nothing_and_says_why(kind: CommandKind) -> None:
     world = World([file_rules("nvme"), file_rules("store")])
-    world.save(1)
-    world.settle()
+    world.save_all(1)
     id = CheckpointId(1, 1)
     if kind is CommandKind.UNPIN:
         assert world.order(CommandKind.PIN, id) == {}
@@ -262,13 +258,11 @@ def saves_beside_a_newer_attempt(
         return disks[-1]
 
     world = World([file_rules("nvme")], codecs={"nvme": codec}, wrap=wrap)
-    world.save(1)
-    world.settle()
+    world.save_all(1)
     (disk,) = disks
     before = len(disk.made)
     disk._at = before + at if at else 0
-    world.save(2)
-    world.settle()
+    world.save_all(2)
     return world, disk, disk.made[before:]
 
 

@@ -20,9 +20,7 @@ ROOM_FOR_THREE = int(3.85 * IMAGE)
 def begun_anew(*rules: TierRules, restored: int, read_on: str, lost_memory: bool = True) -> World:
     """Save steps 1 to 3, end, and restore one of them, of which ``read_on`` was read whole."""
     world = World(rules)
-    for step in (1, 2, 3):
-        world.save(step)
-        world.settle()
+    world.save_all(1, 2, 3)
     world.crash()
     if lost_memory:
         world.take_other_memory()
@@ -36,18 +34,12 @@ def begun_anew(*rules: TierRules, restored: int, read_on: str, lost_memory: bool
     return world
 
 
-def save_on(world: World, *steps: int) -> None:
-    for step in steps:
-        world.save(step)
-        world.settle()
-
-
 def test_a_full_tier_makes_room_after_a_rollback() -> None:
     """What the first save leaves behind is the newest there, and counts for nothing then."""
     pfs = file_rules("pfs", shared=True, capacity_bytes=ROOM_FOR_THREE)
     world = begun_anew(file_rules("nvme"), pfs, restored=2, read_on="nvme")
     world.settle()
-    save_on(world, 4, 5, 6)
+    world.save_all(4, 5, 6)
     assert world.steps_on("pfs") == [4, 5, 6]
 
 
@@ -64,7 +56,7 @@ def test_a_copy_that_cannot_be_read_is_tried_again_and_the_next_one_meanwhile() 
 
     store.read_into = bad_sector  # type: ignore[method-assign, assignment]
     world.settle()
-    save_on(world, 4)
+    world.save_all(4)
     assert world.steps_on("pfs") == [2, 3, 4]
 
 
@@ -73,7 +65,7 @@ def test_a_tier_that_is_away_for_a_day_holds_up_no_other_and_gets_what_its_list_
     kind: CommandKind,
 ) -> None:
     world = World([file_rules("nvme", retain_last=2), file_rules("store", shared=True)])
-    save_on(world, 1, 2)
+    world.save_all(1, 2)
     away, scan = True, world.disks["store"].scan
 
     def no_answer(prefix: str) -> object:
@@ -98,12 +90,12 @@ def test_a_tier_that_is_away_for_a_day_holds_up_no_other_and_gets_what_its_list_
 
 def test_a_command_whose_number_another_process_has_passed_is_decided_again() -> None:
     world = World([file_rules("nvme", retain_last=1)])
-    save_on(world, 1)
+    world.save_all(1)
     world.order(CommandKind.PIN, CheckpointId(1, 1))
     other = StoredTier(name="nvme", run="run", backend=world.disks["nvme"])
     for word in (Word.UNPIN, Word.PIN, Word.UNPIN):
         entry = other.decided.read().next(word, CheckpointId(1, 1), world.attempt.id)
         other.decided.add(entry)
     assert world.order(CommandKind.PIN, CheckpointId(1, 1)) == {}
-    save_on(world, 2, 3)
+    world.save_all(2, 3)
     assert world.steps_on("nvme") == [1, 3]

@@ -7,18 +7,18 @@ import pytest
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.core.types.backend import Backend
+from tierfall.core.types.events import SetAside
 from tierfall.core.types.values import Codec, SaveOutcome
 
 
-def world_with(*plan: Fault, codec: Codec = Codec.NONE) -> tuple[World, Faulty]:
-    backends: list[Faulty] = []
-
-    def wrap(name: str, inner: Backend) -> Backend:
-        backends.append(Faulty(inner, seed=0, plan=list(plan)))
-        return backends[-1]
-
-    world = World([file_rules("nvme")], wrap=wrap, codecs={"nvme": codec})
-    return world, backends[0]
+def world_with(*plan: Fault, codec: Codec = Codec.NONE, images: int = 3) -> World:
+    """Memory, and a tier that fails by plan."""
+    return World(
+        [file_rules("nvme")],
+        wrap=lambda name, inner: Faulty(inner, seed=0, plan=plan),
+        codecs={"nvme": codec},
+        memory_images=images,
+    )
 
 
 def failing(
@@ -39,7 +39,7 @@ def opened(world: World) -> int:
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD])
 @pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
 def test_a_write_that_fails_is_sent_again_and_nothing_else(codec: Codec, kind: FaultKind) -> None:
-    world, _ = world_with(failing(Operation.WRITE, kind=kind, first=2, times=3), codec=codec)
+    world = world_with(failing(Operation.WRITE, kind=kind, first=2, times=3), codec=codec)
     handle = world.save(1)
     world.settle()
     assert handle.outcome is SaveOutcome.SAVED
@@ -75,3 +75,18 @@ def test_a_source_that_does_not_answer_is_no_stall_of_the_target() -> None:
     assert world.steps_on("slow") == [1]
     world.check("slow")
     assert sum(line.startswith("OpenShard") for line in world.trace) >= 2
+
+
+@pytest.mark.parametrize("kind", [FaultKind.LOST_SYNC, FaultKind.UNSYNCED])
+def test_a_copy_whose_fsync_fails_is_written_anew_while_others_come(kind: FaultKind) -> None:
+    """The writer is dead, and the next one may well end: it was not this copy that could not be written."""
+    tries, keys = 4, "run/step-00000001-*"
+    world = world_with(failing(Operation.PUBLISH, keys=keys, kind=kind, times=tries), images=16)
+    world.save(1)
+    for step in range(2, 2 + tries):
+        world.save(step)
+        world.settle(limit_s=70)
+    assert world.door.counts["flush_failures"] == {"nvme": tries}
+    assert not any(isinstance(event, SetAside) for event in world.door.events)
+    assert 1 in world.steps_on("nvme")
+    world.check("nvme")

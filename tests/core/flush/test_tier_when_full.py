@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults import Fault, FaultKind, Operation
+from tests.core.flush.test_commits import failing
+from tests.faults import Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import Rank
 from tests.simulation.throttled import Throttled
@@ -17,6 +18,7 @@ from tierfall.core.types.errors import CapacityError, FlushError, StorageFullErr
 from tierfall.core.types.values import WhenFull
 
 COPY_S = 10.0
+FULL = failing(Operation.CREATE, StorageFullError)
 
 
 def behind(rule: WhenFull | None, *, images: int = 4, **options: Any) -> Throttled:
@@ -110,15 +112,8 @@ def test_one_copy_goes_where_the_disk_of_another_node_than_rank_0s_is_full(
         for rank in run.ranks:
             rank.save(step)
         run.settle()
-    full = Fault(
-        kind=FaultKind.FAIL_BEFORE,
-        operation=Operation.CREATE,
-        keys="run/step-*",
-        times=None,
-        error=StorageFullError,
-    )
     last = run.ranks[-1]
-    last.troubles[NODE_TIER].strike([full])
+    last.troubles[NODE_TIER].strike(FULL)
     free_at_s: list[float] = []
 
     def free_some(rank: Rank, task: Task) -> None:
@@ -142,14 +137,7 @@ def test_one_copy_goes_where_the_disk_of_another_node_than_rank_0s_is_full(
 
 def test_a_copy_that_no_room_can_be_made_for_on_another_node_is_given_up_by_all() -> None:
     run = Many((0, 1), [file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True)])
-    full = Fault(
-        kind=FaultKind.FAIL_BEFORE,
-        operation=Operation.CREATE,
-        keys="run/step-*",
-        times=None,
-        error=StorageFullError,
-    )
-    run.ranks[1].troubles[NODE_TIER].strike([full])
+    run.ranks[1].troubles[NODE_TIER].strike(FULL)
     handles = [rank.save(1) for rank in run.ranks]
     run.settle()
     assert run.committed(NODE_TIER) == set()
@@ -164,13 +152,6 @@ def test_a_disk_that_is_full_again_after_it_had_room_is_told_again(
 ) -> None:
     run = Many((0,), [file_rules(NODE_TIER)])
     trouble = run.ranks[0].troubles[NODE_TIER]
-    full = Fault(
-        kind=FaultKind.FAIL_BEFORE,
-        operation=Operation.CREATE,
-        keys="run/step-*",
-        times=None,
-        error=StorageFullError,
-    )
 
     def ran(rank: Rank, task: Task) -> None:
         if isinstance(task, DeleteCopy):
@@ -179,7 +160,7 @@ def test_a_disk_that_is_full_again_after_it_had_room_is_told_again(
     run.ran = ran
     for step in range(1, 13):
         if step in (4, 10):
-            trouble.strike([full])
+            trouble.strike(FULL)
         run.ranks[0].save(step)
         run.settle()
     told = [text for text in caplog.messages if text.startswith(f"tier {NODE_TIER} is full")]

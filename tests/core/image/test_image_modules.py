@@ -15,10 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from tierfall.core.load.fill import plan_fill
-from tierfall.core.state.item import item
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
-from tierfall.core.types.errors import ConfigError, RestoreError
+from tierfall.core.types.errors import RestoreError
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
@@ -30,13 +29,6 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 def compiled_(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend="eager")
-
-
-def test_item_refuses_words_that_it_does_not_know() -> None:
-    with pytest.raises(ConfigError, match="sometimes"):
-        item(1, changes="sometimes")
-    with pytest.raises(ConfigError, match="stretch"):
-        item(1, on_resize="stretch")
 
 
 # ---- wrappers
@@ -162,16 +154,6 @@ class Fused(nn.Module):
         state[prefix + "qkv"] = torch.cat([state.pop(prefix + name) for name in "qkv"])
 
 
-@pytest.mark.parametrize("copies", [True, False])
-@pytest.mark.parametrize("copied", [True, False])
-def test_a_parameter_that_is_split_into_keys_comes_back_whole(copies: bool, copied: bool) -> None:
-    source = nn.Sequential(nn.Linear(2, 2), Fused(copies=copies))
-    target = nn.Sequential(nn.Linear(2, 2), Fused(copies=copied))
-    image, _ = make_image({"m": source, "rng": None})
-    restore({"m": target, "rng": None}, image)
-    assert all(map(torch.equal, target.parameters(), source.parameters()))
-
-
 def test_a_parameter_whose_keys_nobody_joins_again_is_an_error() -> None:
     image, _ = make_image({"m": Fused(copies=True), "rng": None})
     with pytest.raises(RestoreError, match=r"load_state_dict of m failed"):
@@ -251,31 +233,7 @@ def test_a_module_whose_keys_change_from_call_to_call_is_saved_each_time_and_not
         restore({"m": nn.Sequential(nn.Linear(2, 2), Unsteady(period=period)), "rng": None}, image)
 
 
-def test_made_up_keys_that_meet_still_get_names_of_their_own() -> None:
-    class Meeting(nn.Module):
-        def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
-            return {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
-
-    image, layout = make_image({"m": Meeting(), "rng": None})
-    assert len({placement.name for placement in layout.placements}) == 2
-    loaded = load(image)["m"]
-    assert loaded["a.b"].item() == 1
-    assert loaded["a"]["b"].item() == 0
-
-
 # ---- what does not fit
-
-
-def test_mismatches_are_named_before_anything_is_written() -> None:
-    image, _ = make_image({"m": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), "rng": None})
-    target = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(4, 1).half())
-    before = [p.clone() for p in target.parameters()]
-    with pytest.raises(RestoreError) as caught:
-        restore({"m": target, "rng": None}, image)
-    text = str(caught.value)
-    assert "m.0.bias: in the checkpoint, not in the state" in text
-    assert "m.1.weight: the checkpoint has float32 (1, 3), the state has float16 (1, 4)" in text
-    assert all(torch.equal(a, b) for a, b in zip(before, target.parameters(), strict=True))
 
 
 def test_meta_module_is_refused() -> None:

@@ -22,30 +22,6 @@ def keep_random_state():
     torch.set_rng_state(saved[2])
 
 
-def draw() -> tuple[object, ...]:
-    return (
-        random.random(),
-        random.gauss(0, 1),
-        np.random.rand(),
-        np.random.randn(),
-        torch.rand(1).item(),
-    )
-
-
-def test_a_part_leaves_the_random_state_alone_unless_named() -> None:
-    image, _ = make_image({"n": 1})
-    first = draw()
-    state = {"n": 0}
-    random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    other = draw()
-    random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    restore(state, image, only=["n"])
-    assert state["n"] == 1
-    assert draw() == other
-    restore(state, image, only=["rng"])
-    assert draw() == first
-
-
 def test_generators_of_ones_own_are_saved_as_the_documentation_says() -> None:
     python, numpy, of_torch = random.Random(3), np.random.default_rng(3), torch.Generator()
     for mine in (python, numpy, np.random.RandomState(3)):

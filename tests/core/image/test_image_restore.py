@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, OrderedDict
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 from image_help import header_of, make_image, restore
 from torch import nn
-from torch.optim import lr_scheduler
-from torch.optim.swa_utils import SWALR
 
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import plan_fill
@@ -21,62 +18,6 @@ from tierfall.core.load.load import plan_load
 from tierfall.core.types.errors import RestoreError
 
 # ---- plain values
-
-
-def test_plain_values_are_put_back_whole_and_containers_stay_themselves() -> None:
-    saved = {
-        "epoch": 3,
-        "extra": {"best": 0.5, "log": [1, 2, {"x": 1}], "pair": (1, [2])},
-        "list": [1, [2, 3]],
-        "seen": {1, 2},
-        "order": OrderedDict(b=1, a=2),
-        "count": Counter(x=2),
-        "array": np.arange(3),
-        "rng": None,
-    }
-    image, _ = make_image(saved)
-    state: dict[str, Any] = {
-        "epoch": 0,
-        "extra": {"log": [9, 9, {"x": 0, "y": 5}, 4], "best": None},
-        "list": [0, [0], 0],
-        "seen": {7},
-        "order": OrderedDict(a=0, c=1, b=0),
-        "count": Counter(y=1),
-        "array": np.zeros(3, dtype=np.int64),
-        "rng": None,
-    }
-    kept = {key: value for key, value in state.items() if key not in ("epoch", "rng")}
-    inner = state["extra"]["log"], state["extra"]["log"][2], state["list"][1]
-    restore(state, image, is_going_back=True)
-    assert state["array"].tolist() == [0, 1, 2]
-    del saved["array"]
-    assert {k: v for k, v in state.items() if k != "array"} == saved
-    assert list(state["order"]) == ["b", "a"]
-    assert list(state["extra"]) == list(saved["extra"])
-    assert all(state[key] is value for key, value in kept.items())
-    assert inner[0] is state["extra"]["log"]
-    assert inner[1] is state["extra"]["log"][2]
-    assert inner[2] is state["list"][1]
-
-
-def test_containers_that_hold_tensors_are_restored_leaf_by_leaf() -> None:
-    image, _ = make_image(
-        {"ema": {"w": torch.ones(2), "decay": 0.9, "pair": (torch.ones(1), 5, [6])}, "rng": None}
-    )
-    weight, part = torch.zeros(2), torch.zeros(1)
-    inner = [0]
-    state = {"ema": {"w": weight, "decay": 0.1, "pair": (part, 0, inner), "mine": 7}, "rng": None}
-    ema = state["ema"]
-    restore(state, image, skip=["ema.mine"])
-    assert state["ema"] is ema
-    assert ema["w"] is weight
-    assert weight.tolist() == [1, 1]
-    assert ema["decay"] == 0.9
-    assert ema["mine"] == 7
-    assert ema["pair"][0] is part
-    assert part.tolist() == [1]
-    assert ema["pair"][1:] == (5, [6])
-    assert ema["pair"][2] is inner
 
 
 def test_a_mapping_that_cannot_be_written_takes_tensors_but_no_values() -> None:
@@ -125,30 +66,6 @@ def test_a_rename_that_cannot_be_is_refused(rename: Any, output: str) -> None:
     image, _ = make_image({**trained(Before()), **more})
     with pytest.raises(RestoreError, match=re.escape(output)):
         restore({**trained(Before()), **more}, image, rename=rename, strict=False)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(
-    "skipped", [["net.head"], ["net"], ["net.head", "optimizer.state.net.head.weight"]]
-)
-def test_moments_are_not_put_beside_a_parameter_of_another_shape(
-    fused: bool, skipped: list[str]
-) -> None:
-    """A fused optimizer would walk on behind their end."""
-    saved = trained(Before())
-    image, _ = make_image(saved)
-    model = Before()
-    out, features = model.head.weight.shape
-    model.head = nn.Linear(features, 10 * out)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    state = {**saved, "net": model, "optimizer": optimizer}
-    with pytest.raises(
-        RestoreError, match=r"optimizer.state.net.head.bias.exp_avg: the checkpoint"
-    ):
-        restore(state, image, skip=skipped)
-    assert not optimizer.state
-    restore(state, image, skip=["net.head", "optimizer.state.net.head"])
-    assert len(optimizer.state) == len(saved["optimizer"].state) - 2
 
 
 def test_what_is_skipped_of_groups_in_another_order_goes_by_the_states_order() -> None:
@@ -257,77 +174,6 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["buffer"] is state["deep"][0]["t"][0]
         self.position, self.buffer = state["position"], state["buffer"]
-
-
-def test_refusal_of_an_object_names_it() -> None:
-    class Refusing(Loader):
-        def load_state_dict(self, state: object) -> None:
-            raise KeyError("nope")
-
-    image, _ = make_image({"x": {"loader": Loader(1)}, "rng": None})
-    with pytest.raises(RestoreError, match=r"x\.loader.*nope") as caught:
-        restore({"x": {"loader": Refusing()}, "rng": None}, image, retype=["x.loader"])
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-SCHEDULERS: dict[str, Any] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.9),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 3, 3]),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
-    ),
-    "SWALR": lambda o: SWALR(o, 0.05),
-}
-
-
-def test_every_scheduler_of_torch_is_tried() -> None:
-    kinds = {
-        name
-        for name, kind in vars(lr_scheduler).items()
-        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler)
-    }
-    assert kinds - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # torch's own, to 2.6
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_scheduler_goes_on_as_if_never_stopped(name: str) -> None:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        torch.manual_seed(0)
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, optimizer, SCHEDULERS[name](optimizer)
-
-    def advance(optimizer: torch.optim.Optimizer, scheduler: Any) -> float:
-        optimizer.step()
-        scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
-        return optimizer.param_groups[0]["lr"]
-
-    model, optimizer, scheduler = make()
-    if any(callable(value) for value in scheduler.state_dict().values()):
-        pytest.skip("this torch keeps a function in its state, which cannot be saved")
-    for _ in range(3):
-        advance(optimizer, scheduler)
-    image, _ = make_image({"model": model, "o": optimizer, "s": scheduler, "rng": None})
-    other_model, other, other_scheduler = make()
-    restore({"model": other_model, "o": other, "s": other_scheduler, "rng": None}, image)
-    assert other_scheduler.state_dict() == scheduler.state_dict()
-    rates = [advance(optimizer, scheduler) for _ in range(5)]
-    assert [advance(other, other_scheduler) for _ in range(5)] == rates
 
 
 def test_load_goes_to_the_device_that_is_asked_for() -> None:

@@ -5,15 +5,14 @@ seed, and are counted. Two messages from one rank to another keep their order, a
     for message_tree in network.message_trees:
         message_tree.contribute(("x",), message_tree.topology.rank)
     network.deliver()
-    print(network.counts())
+    print(network.sent)
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tierfall.core.ranks.message_tree import (
@@ -28,32 +27,19 @@ from tierfall.core.ranks.topology import FAN_OUT, Topology
 Pair = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """What went over the network: messages in all, the most that one rank received and sent, their bytes, and the
-    longest chain of messages of which each was caused by the one before."""
-
-    messages: int
-    received_max: int
-    sent_max: int
-    bytes: int
-    path: int
-
-
 class Network:
     """The message trees of all ranks. ``heard`` lists what each was told, as (event, topic, bodies or body, ...)."""
 
     def __init__(self, node_of: Sequence[object], *, seed: int = 0, fan_out: int = FAN_OUT) -> None:
         self._random = random.Random(seed)
-        self._lines: dict[Pair, deque[tuple[bytes, int]]] = {}
+        self._lines: dict[Pair, deque[bytes]] = {}
         self._waiting: list[Pair] = []  # the pairs whose line is not empty
-        self._depth = 0
+        self.sent = 0
         self.lost: set[int] = set()  # what is sent to these ranks is never delivered
         self.heard: list[list[tuple[Any, ...]]] = [[] for _ in node_of]
         first = Topology.of(0, node_of, fan_out=fan_out)
         topologies = [Topology(rank, first.nodes, fan_out) for rank in range(len(node_of))]
         self.message_trees = [self._message_tree(topology) for topology in topologies]
-        self.forget_counts()
 
     def deliver(self, limit: int | None = None) -> None:
         """Deliver what was sent, and what that causes, until nothing is left or that many were delivered."""
@@ -66,35 +52,17 @@ class Network:
         """Say whether something was sent and not delivered."""
         return bool(self._waiting)
 
-    def counts(self) -> Counts:
-        """Count what was sent since the start, or since ``forget_counts``."""
-        return Counts(
-            messages=sum(self.received.values()),
-            received_max=max(self.received.values(), default=0),
-            sent_max=max(self.sent.values(), default=0),
-            bytes=self._bytes,
-            path=self._path,
-        )
-
-    def forget_counts(self) -> None:
-        self.sent: Counter[int] = Counter()
-        self.received: Counter[int] = Counter()
-        self._bytes = 0
-        self._path = 0
-
     def _deliver_one(self) -> None:
         which = self._random.randrange(len(self._waiting))
         pair = self._waiting[which]
         line = self._lines[pair]
-        data, depth = line.popleft()
+        data = line.popleft()
         if not line:
             self._waiting[which] = self._waiting[-1]
             self._waiting.pop()
         if pair[1] in self.lost:
             return
-        self._depth = depth
         self.message_trees[pair[1]].receive(data, pair[0])
-        self._depth = 0
 
     def _message_tree(self, topology: Topology) -> MessageTree:
         message_tree = MessageTree(topology, self._sender(topology.rank))
@@ -119,11 +87,7 @@ class Network:
             line = self._lines.setdefault((source, target), deque())
             if not line:
                 self._waiting.append((source, target))
-            depth = self._depth + 1
-            line.append((data, depth))
-            self.sent[source] += 1
-            self.received[target] += 1
-            self._bytes += len(data)
-            self._path = max(self._path, depth)
+            line.append(data)
+            self.sent += 1
 
         return send

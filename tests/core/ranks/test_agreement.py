@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
+from tests.core.ranks.threads import network, on_all
 from tests.steps import wait_until
 from tierfall.core.ranks import agreement as together_module
-from tierfall.core.ranks.agreement import Agreement
-from tierfall.core.ranks.message_tree import Bodies, MessageTree
-from tierfall.core.ranks.topology import Topology
+from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import (
     CapacityError,
     KeyNotFoundError,
@@ -25,77 +26,31 @@ from tierfall.core.types.errors import (
 
 PATIENCE_S = 20.0
 SHORT_S = 0.5
-Call = Callable[[Agreement], Any]
-
-
-class Rank:
-    """A message_tree and its agreements, with a thread that takes what is sent to it."""
-
-    def __init__(self, topology: Topology, ranks: list[Rank]) -> None:
-        self.inbox: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
-        rank = topology.rank
-        self.message_tree = MessageTree(
-            topology, lambda to, data: ranks[to].inbox.put((data, rank))
-        )
-        self.together = Agreement(self.message_tree, timeout_s=PATIENCE_S)
-        self.message_tree.on_message = self.together.on_message
-        self._taking = threading.Thread(target=self._take)
-        self._taking.start()
-
-    def close(self) -> None:
-        self.inbox.put(None)
-        self._taking.join(PATIENCE_S)
-        assert not self._taking.is_alive()
-
-    def _take(self) -> None:
-        while (packet := self.inbox.get()) is not None:
-            self.message_tree.receive(*packet)
+Call = Callable[[Ranks], Any]
 
 
 class World:
     """Ranks on nodes; ``run`` makes a call on each of them at once, and gives what each returned or raised."""
 
-    def __init__(self, node_of: Sequence[object], fan_out: int) -> None:
-        self.ranks: list[Rank] = []
-        for rank in range(len(node_of)):
-            self.ranks.append(Rank(Topology.of(rank, node_of, fan_out=fan_out), self.ranks))
+    def __init__(self, ranks: list[Ranks]) -> None:
+        self.ranks = ranks
 
     def run(self, calls: dict[int, Call]) -> dict[int, Any]:
-        results: dict[int, Any] = {}
+        outcomes = on_all(partial(call, self.ranks[rank]) for rank, call in calls.items())
+        return dict(zip(calls, outcomes, strict=True))
 
-        def one(rank: int, call: Call) -> None:
-            try:
-                results[rank] = call(self.ranks[rank].together)
-            except BaseException as error:  # noqa: BLE001 - what the test looks at
-                results[rank] = error
 
-        threads = [threading.Thread(target=one, args=item) for item in calls.items()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive(), "a rank hangs"
-        return results
+@contextmanager
+def world_of(nodes: Sequence[object]) -> Iterator[World]:
+    with network(nodes, fan_out=1) as ranks:
+        yield World(ranks)
 
 
 @pytest.fixture
-def make_world() -> Iterator[Callable[..., World]]:
-    worlds: list[World] = []
-
-    def make(node_of: Sequence[object] = "aabbbcc", fan_out: int = 1) -> World:
-        worlds.append(World(node_of, fan_out))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        for rank in world.ranks:
-            rank.close()
-
-
-@pytest.fixture
-def world(make_world: Callable[..., World]) -> World:
+def world() -> Iterator[World]:
     """Seven ranks on three nodes in a line: 0 1 <- 2 3 4 <- 5 6."""
-    return make_world()
+    with world_of("aabbbcc") as world:
+        yield world
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +65,7 @@ def total(bodies: Bodies) -> Any:
 def agree(
     what: str = "open", body: Any = 1, decide: Callable[[Bodies], Any] = total, **more: float
 ) -> Call:
-    return lambda together: together.agree(what, body, decide, object, **more)
+    return lambda ranks: ranks.agree(what, body, decide, object, **more)
 
 
 def all_but(world: World, *missing: int) -> list[int]:
@@ -118,21 +73,19 @@ def all_but(world: World, *missing: int) -> list[int]:
 
 
 @pytest.mark.parametrize("node_of", ["a", "aaaa", "abcd", "aabbbcc", "abab"])
-def test_every_rank_gets_what_rank_0_decides_of_what_all_brought(
-    make_world: Callable[..., World], node_of: str
-) -> None:
-    world = make_world(node_of)
-    for number in range(5):
-        seen: list[Bodies] = []
+def test_every_rank_gets_what_rank_0_decides_of_what_all_brought(node_of: str) -> None:
+    seen: list[Bodies] = []
 
-        def decide(bodies: Bodies, seen: list[Bodies] = seen, number: int = number) -> Any:
-            seen.append(bodies)
-            return {"number": number, "of": sum(bodies.values())}
+    def decide(bodies: Bodies) -> Any:
+        seen.append(bodies)
+        return {"number": len(seen), "of": sum(bodies.values())}
 
-        results = world.run({rank: agree(body=rank, decide=decide) for rank in all_but(world)})
-        assert seen == [{rank: rank for rank in all_but(world)}]
-        value = {"number": number, "of": sum(all_but(world))}
-        assert results == dict.fromkeys(all_but(world), value)
+    with world_of(node_of) as world:
+        for number in range(1, 6):
+            results = world.run({rank: agree(body=rank, decide=decide) for rank in all_but(world)})
+            assert seen[number - 1 :] == [{rank: rank for rank in all_but(world)}]
+            value = {"number": number, "of": sum(all_but(world))}
+            assert results == dict.fromkeys(all_but(world), value)
 
 
 @pytest.mark.parametrize("missing", [[1], [2, 6], [5], [1, 2, 3, 4, 5, 6]], ids=str)
@@ -200,22 +153,19 @@ def test_an_error_of_the_decision_is_raised_everywhere(
 
 def test_who_waits_when_the_others_are_lost_is_notified_at_once(world: World) -> None:
     gone = ConnectionError("hung up")
+    rank, root = world.ranks[2], world.ranks[0].message_tree
 
-    def lose(together: Agreement) -> Any:
-        while not together._events:
-            time.sleep(0.001)
-        together.fail_waiting(gone)
+    def lose() -> None:
+        wait_until(lambda: 2 not in root.missing((together_module.AGREE, 0)), "rank 2 asks")
+        rank._lose(gone)
 
-    rank = world.ranks[2].together
     began = time.monotonic()
-    losing = threading.Thread(target=lose, args=(rank,))
-    losing.start()
-    with pytest.raises(RanksError, match="rank 2: the other ranks cannot be reached: hung up") as e:
-        rank.agree("open", 1, total, object)
-    losing.join()
-    assert e.value.__cause__ is gone
+    error, _ = on_all([partial(agree(), rank), lose])
+    assert isinstance(error, RanksError)
+    assert "rank 2: the other ranks cannot be reached: hung up" in str(error)
+    assert error.__cause__ is gone
     with pytest.raises(RanksError, match=r"restore: rank 2: .* hung up"):  # and whoever asks later
-        rank.agree("restore", 1, total, object)
+        agree("restore")(rank)
     assert time.monotonic() - began < PATIENCE_S / 4
 
 
@@ -261,15 +211,15 @@ def test_an_answer_that_comes_after_a_rank_gave_up_is_not_taken_for_one_to_its_n
         all_gave_up.wait(PATIENCE_S)
         return "late"
 
-    def one_after_the_other(together: Agreement) -> Any:
+    def one_after_the_other(ranks: Ranks) -> Any:
         with pytest.raises(RanksError, match="rank 0 gave no answer"):
-            agree("open", timeout_s=0.0)(together)
+            agree("open", timeout_s=0.0)(ranks)
         all_gave_up.wait(PATIENCE_S)
-        return agree("restore")(together)
+        return agree("restore")(ranks)
 
-    def rank_0(together: Agreement) -> Any:
-        assert agree("open", decide=decide_late)(together) == "late"
-        return agree("restore")(together)
+    def rank_0(ranks: Ranks) -> Any:
+        assert agree("open", decide=decide_late)(ranks) == "late"
+        return agree("restore")(ranks)
 
     results = world.run({0: rank_0, **dict.fromkeys(all_but(world, 0), one_after_the_other)})
     assert results == dict.fromkeys(all_but(world), 7)

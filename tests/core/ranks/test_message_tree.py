@@ -92,10 +92,10 @@ def test_rank_0_learns_who_has_sent_and_gets_the_rest_later(network: Network) ->
     network.deliver()
     assert network.message_trees[0].missing(X) == tuple(sorted(late - set(afterwards)))
     assert bool(heard(network, 0, "gathered")) == (late == set(afterwards))
-    network.forget_counts()
+    before = network.sent
     network.message_trees[0].flush_partial(X)
     network.deliver()
-    assert network.counts().messages == len(network.message_trees[0].topology.leaders) - 1
+    assert network.sent - before == len(network.message_trees[0].topology.leaders) - 1
     contribute(network, *(late - set(afterwards)))
     network.deliver()
     assert heard(network, 0, "gathered") == [(X, of(*everybody(network)))]
@@ -116,20 +116,3 @@ def test_what_is_forgotten_is_never_reported_of_nor_kept(network: Network) -> No
     contribute(network, *everybody(network), topic=("y",))
     network.deliver()
     assert (("y",), of(*everybody(network))) in heard(network, 0, "gathered")
-
-
-def test_two_thousand_ranks_speak_without_flooding_anybody() -> None:
-    """Per decision each rank receives and sends at most one message for each of 64 leaders and of its own node."""
-    network = Network([rank // 8 for rank in range(2000)], seed=2)
-    contribute(network, *shuffled(network))
-    network.deliver()
-    gathering = network.counts()
-    assert len(heard(network, 0, "gathered")[0][1]) == 2000
-    network.forget_counts()
-    network.message_trees[0].announce(X, "go")
-    network.deliver()
-    announcing = network.counts()
-    assert all(heard(network, rank, "announced") == [(X, "go")] for rank in everybody(network))
-    assert (gathering.messages, gathering.received_max, gathering.sent_max) == (1999, 64 + 7, 1)
-    assert (announcing.messages, announcing.received_max, announcing.sent_max) == (1999, 1, 64 + 7)
-    assert gathering.path == announcing.path == 3

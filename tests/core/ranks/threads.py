@@ -48,14 +48,16 @@ class Post:
 
 
 @contextmanager
-def network(nodes: Sequence[object], *, timeout_s: float = PATIENCE_S) -> Iterator[list[Ranks]]:
+def network(
+    nodes: Sequence[object], *, timeout_s: float = PATIENCE_S, fan_out: int = 64
+) -> Iterator[list[Ranks]]:
     """All ranks, by what tells their nodes apart."""
     posts: dict[int, Post] = {}
     for rank in range(len(nodes)):
         posts[rank] = Post(rank, posts)
     try:
         yield [
-            Ranks(Topology.of(rank, nodes), post, timeout_s=timeout_s)  # type: ignore[arg-type]
+            Ranks(Topology.of(rank, nodes, fan_out=fan_out), post, timeout_s=timeout_s)  # type: ignore[arg-type]
             for rank, post in posts.items()
         ]
     finally:

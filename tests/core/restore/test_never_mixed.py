@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from restore_help import Tiers, checkpoint, flip
 from several_help import Rank, network, on_all, put_shared
@@ -34,23 +33,6 @@ def refill(tiers: Tiers, state: dict[str, Any], **request: Any) -> RestoreResult
         RestoreRequest(**request),
         chunks_max=1,  # one thread: what comes after a damaged chunk is not read
     )
-
-
-def test_what_a_damaged_step_has_written_to_and_the_older_one_lacks_is_named() -> None:
-    tiers = Tiers("nvme")
-    tiers.put("nvme", checkpoint(4, state=only_base(4)))
-    flip(tiers.put("nvme", checkpoint(5, state=base_and_adapter(5))), 10)  # its very end
-    state = base_and_adapter(-1)
-    with pytest.raises(
-        RestoreError, match=r"restore of 4@1: it does not have later, .* 5@1"
-    ) as caught:
-        refill(tiers, state)
-    assert "HALF FILLED" in str(caught.value)
-    assert "step=4" in str(caught.value)
-    state["later"].fill_(-1)
-    assert refill(tiers, state, step=4) is not None
-    assert (state["base"] == 4).all()
-    assert (state["later"] == -1).all()
 
 
 def test_a_step_that_is_damaged_before_anything_is_written_leaves_the_state_to_the_older_one() -> (
