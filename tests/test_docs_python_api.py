@@ -1,21 +1,24 @@
-"""docs/python-api.md: its examples run and print what the page shows, and it names all that users can call and get.
+"""docs/python-api.md names all that users can call and get; its examples, and those of docs/import-export.md, run and
+print what the page shows.
 
-The examples are one program; a comment on a line of its own is what was printed up to there.
+The examples of a page are one program; a comment on a line of its own is what was printed up to there.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import tierfall
+from tests.test_docs_cli import words_of
+from tierfall.cli import app
 from tierfall.core.tensors import value_codec
 from tierfall.core.types import errors
 from tierfall.core.types.values import CopyState, SaveOutcome
@@ -122,43 +125,46 @@ def test_every_error_and_every_state_is_described() -> None:
 # The examples ----------------------------------------------------------------------------------------
 
 
-def examples() -> Iterator[tuple[int, str]]:
-    """Yield each piece of the program, and how many lines of the page stand before it."""
-    for match in re.finditer(r"^```python\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE):
-        yield TEXT.count("\n", 0, match.start(1)), match[1]
-
-
 def shown(code: str) -> list[str]:
     """What a piece is said to print."""
     return re.findall(r"^ *# (.*)$", code, flags=re.MULTILINE)
 
 
+@pytest.mark.parametrize("name", ["python-api.md", "import-export.md"])
 def test_the_examples_run_and_print_what_the_page_shows(
+    name: str,
     tmp_path: Path,
     memory: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    block = re.search(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-    assert block is not None
+    page = PAGE.with_name(name)
+    text = page.read_text()
+    (config, *_) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "tiers.yaml").write_text(
-        block[1].replace("kind: host}", f'kind: host, folder: "{memory}"}}')
+        config.replace("kind: host}", f'kind: host, folder: "{memory}"}}')
     )
     monkeypatch.chdir(tmp_path)
     for registry in ("_BY_TYPE", "_BY_NAME"):
         monkeypatch.setattr(value_codec, registry, dict(getattr(value_codec, registry)))
     program: dict[str, Any] = {"__name__": "page"}
-    try:
-        for before, code in examples():
-            exec(compile("\n" * before + code, PAGE, "exec"), program)
-            assert capsys.readouterr().out.splitlines() == shown(code), f"{PAGE.name}:{before + 1}"
-    finally:
-        program["ckpt"].close()
+    played = 0
+    for match in re.finditer(r"^```(python|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        kind, code = match.groups()
+        before = text.count("\n", 0, match.start(2))
+        if kind == "python":
+            exec(compile("\n" * before + code, page, "exec"), program)
+            assert capsys.readouterr().out.splitlines() == shown(code), f"{name}:{before + 1}"
+        else:
+            line, _, expected = code.removeprefix("$ tierfall ").partition("\n")
+            result = CliRunner().invoke(app, line.split())
+            assert words_of(result.stdout + result.stderr) == words_of(expected)
+        played += 1
+    tierfall.close_all()
+    assert played > 6
 
 
-def test_every_example_is_played() -> None:
-    played = [code for _, code in examples()]
+def test_every_example_prints() -> None:
+    played = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
     assert len(played) == TEXT.count("```python") > 7
     assert sum(map(len, map(shown, played))) >= sum(code.count("print(") for code in played) > 7
-    for code in played:
-        ast.parse(code)
