@@ -25,7 +25,6 @@ from tests.replica_ranks import (
 )
 from tierfall.core.capture import capturer
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.sampling import replicas
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import SaveOutcome
 
@@ -68,32 +67,6 @@ def written(folder: Path, step: int, name: str = "model.0.weight") -> int:
         with safe_open(path, "pt") as image:
             count += name in image.keys()  # noqa: SIM118 - it is no mapping
     return count
-
-
-def test_one_element_of_one_tensor_is_found_within_the_rotation(
-    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicas, "RANGE_BYTES", 4096)
-    monkeypatch.setattr(replicas, "DIGEST_BYTES", 24 << 10)
-    opened = open_all(tmp_path, ranks)
-    states = [replica(rank) for rank in range(3)]
-    save_whole(opened, 1, states)
-    with torch.no_grad():
-        states[1]["model"][2].weight[33, 7] += 1
-    shared = sum(t.nbytes for s in (states[0],) for t in _tensors(s))
-    turns = -(-shared // (24 << 10))
-    assert turns > 2
-    for step in range(2, 2 + turns):
-        handles = save_all(opened, step, states)
-        try:
-            for handle in handles:
-                handle.wait(timeout=MAX_WAIT_S)
-        except CaptureError:
-            refused(handles, r"model\.2\.weight on ranks 0, 2 differs from that on rank 1: ")
-            break
-    else:
-        pytest.fail("it was never found")
-    close_all(opened)
 
 
 def _tensors(state: State) -> list[torch.Tensor]:
@@ -193,28 +166,6 @@ def test_a_local_sgd_loop_gets_back_what_each_rank_had_at_each_step_that_was_sav
     fresh = LocalSGD(make, wrap)
     for step, tensors in had.items():
         assert_comes_back(opened, step, fresh, tensors)
-    close_all(opened)
-
-
-def test_replicas_share_for_ever_whatever_else_differs_between_them(
-    tmp_path: Path, ranks: list[Ranks]
-) -> None:
-    """Not a number is like itself, buffers and random states are each rank's own, and what is frozen stays."""
-    states = [replica(rank) for rank in range(3)]
-    for rank, state in enumerate(states):
-        state["model"][0].weight.requires_grad_(False)
-        state["model"][2].bias.data[3:] = float("nan")
-        state["noise"] = torch.full((100,), float(rank))
-        state["generator"] = torch.Generator().manual_seed(rank)
-    opened = open_all(tmp_path, ranks)
-    for step in range(1, 7):
-        for rank, state in enumerate(states):
-            torch.manual_seed(100 * step + rank)
-            train(state, step)
-            state["model"][1].running_mean.fill_(step + rank)
-            state["noise"] += rank
-        save_whole(opened, step, states)
-        assert written(tmp_path, step) == 1
     close_all(opened)
 
 
