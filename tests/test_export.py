@@ -16,8 +16,6 @@ import safetensors.torch
 import torch
 
 import tierfall
-from tests.steps import state_of
-from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
 from tierfall.core.copies import images
 from tierfall.core.format.catalog import merge
@@ -25,14 +23,11 @@ from tierfall.core.types.errors import (
     BackendError,
     CapacityError,
     ConfigError,
-    IntegrityError,
     StorageFullError,
 )
-from tierfall.core.types.values import CheckpointId
 from tierfall.export import gather, output
 from tierfall.export.export import ExportFormat, ExportOptions, ExportResult, export
 from tierfall.ops.reader import RunReader
-from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
 IMAGE = "rank-00000-of-00001.safetensors"
@@ -160,21 +155,6 @@ def test_a_full_disk_leaves_nothing(
     assert not out.parent.exists()
 
 
-def test_a_checkpoint_that_is_dropped_meanwhile_is_not_called_damaged(
-    config: dict[str, Any], tmp_path: Path, out: Path
-) -> None:
-    tier = "zstd"
-
-    def drop(done: int, total: int) -> None:
-        store = StoredTier(name=tier, run="run", backend=PosixBackend(tmp_path / tier))
-        store.delete(CheckpointId(1, 1), attempt=None, known=None)
-        store.close()
-
-    with pytest.raises(IntegrityError, match=r"1@1 was deleted while it was read") as caught:
-        export_from(config, tier, to=out, watch=drop)
-    assert "damaged" not in str(caught.value)
-
-
 def test_too_little_room_is_reported_before_anything_is_written(
     config: dict[str, Any], out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,18 +189,6 @@ def test_parts_that_are_not_there_are_refused(config: dict[str, Any], out: Path)
             with pytest.raises(ConfigError, match=says):
                 export_from(config, "raw", to=out, only=only, format=format)
     assert not out.parent.exists()
-
-
-def test_beside_a_living_trainer_what_lies_in_memory_alone_is_exported(
-    make_config: MakeConfig, out: Path
-) -> None:
-    config = make_config(disk={"flush": {"every": 2}})
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        done = export_from(config, "host", to=out)
-        ckpt.drain()
-    assert set(done.sources) == {"host"}
-    assert torch.equal(safetensors.torch.load_file(done.path)["w"], state_of(1)["w"])
 
 
 @pytest.mark.parametrize("only", [(), ("big",)])

@@ -59,27 +59,6 @@ def two_steps(config: dict[str, Any], *, retain: int = 2) -> None:
 # Whatever the store says -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_ignoring_it_goes_on_with_an_older_step_and_deletes_nothing_of_it(
-    file: str, config: dict[str, Any], shelf: Shelf
-) -> None:
-    two_steps(config)
-    newest = shelf.of_step(2)
-    shelf.refused = {f"step-00000002-a0001/{file}": toolkit.AccessDeniedError}
-    with tierfall.open(config) as ckpt:
-        report = ckpt.restore(blank(), unreachable="ignore")
-        assert report is not None
-        assert report.step == 1
-        assert any("2@1" in each.what for each in report.fallbacks)
-        for step in (3, 4, 5):
-            ckpt.save(step, state_of(step), block=True)
-        wait_until(lambda: shelf.steps() == [2, 5], "the rules delete what could be read")
-        ckpt.drain(10.0)
-    assert shelf.of_step(2) == newest
-    shelf.refused = {}
-    assert step_in(tierfall.load(config, step=2, attempt=1)) == 2
-
-
 @pytest.mark.parametrize("file", ["commit.json", "rank-00000-of-00001.json"])
 def test_no_rule_deletes_what_a_listing_could_not_read(
     file: str, config: dict[str, Any], shelf: Shelf
