@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,9 @@ import safetensors.torch
 import torch
 
 import tierfall
-from tierfall.config import load_config
+from tests.rank_kit import export_from
+from tierfall.config import Config, load_config
 from tierfall.core.copies import images
-from tierfall.core.format.catalog import merge
 from tierfall.core.types.errors import (
     BackendError,
     CapacityError,
@@ -26,8 +28,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
 )
 from tierfall.export import gather, output
-from tierfall.export.export import ExportFormat, ExportOptions, ExportResult, export
-from tierfall.ops.reader import RunReader
+from tierfall.export.export import ExportFormat
 
 MakeConfig = Callable[..., dict[str, Any]]
 IMAGE = "rank-00000-of-00001.safetensors"
@@ -68,22 +69,12 @@ def some_state() -> dict[str, Any]:
 
 
 @pytest.fixture
-def config(make_config: MakeConfig) -> dict[str, Any]:
+def config(make_config: MakeConfig) -> Config:
     """Step 1 of that state in memory and on three tiers, each with a codec of its own."""
-    config = make_config(**TIERS, host={"on_close": "keep"})
+    config = load_config(make_config(**TIERS, host={"on_close": "keep"}))
     with tierfall.open(config) as ckpt:
         ckpt.save(1, some_state(), block=True)
     return config
-
-
-def export_from(
-    config: dict[str, Any], *tiers: str, watch: Any = None, **wish: Any
-) -> ExportResult:
-    with RunReader(load_config(config)) as run:
-        (known,) = merge(run.list())
-        words = {"format": ExportFormat.SAFETENSORS, **wish}
-        more = () if watch is None else (watch,)
-        return export(known, tiers, run.opener(), ExportOptions(**words), *more)
 
 
 def step_of(tmp_path: Path, tier: str) -> Path:
@@ -95,7 +86,7 @@ def step_of(tmp_path: Path, tier: str) -> Path:
 
 @pytest.mark.parametrize("tier", ["host", "planes"])
 def test_the_whole_state_is_the_image_byte_for_byte(
-    config: dict[str, Any], tmp_path: Path, out: Path, tier: str
+    config: Config, tmp_path: Path, out: Path, tier: str
 ) -> None:
     done = export_from(config, tier, to=out)
     assert done.path == out / f"{WHOLE}.safetensors"
@@ -106,7 +97,7 @@ def test_the_whole_state_is_the_image_byte_for_byte(
     assert len(opened) == done.tensors
 
 
-def test_what_safetensors_does_not_hold_is_reported(config: dict[str, Any], out: Path) -> None:
+def test_what_safetensors_does_not_hold_is_reported(config: Config, out: Path) -> None:
     done = export_from(config, "raw", to=out, only=("odd", "extra"))
     left, raw = done.notes
     assert "omitted" in left
@@ -121,10 +112,41 @@ def test_what_safetensors_does_not_hold_is_reported(config: dict[str, Any], out:
         export_from(config, "raw", to=out, only=("extra",))
 
 
+CLASSES = """
+import collections, dataclasses, enum
+
+Pair = collections.namedtuple("Pair", "left right")
+Phase = enum.Enum("Phase", "WARM MAIN")
+Progress = dataclasses.make_dataclass("Progress", ["step", "average"])
+"""
+
+
+@pytest.mark.parametrize("format", [ExportFormat.TORCH, ExportFormat.DCP])
+def test_values_of_classes_that_cannot_be_imported_are_exported_as_plain_values(
+    make_config: MakeConfig, out: Path, format: ExportFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script: Any = ModuleType("script")
+    exec(CLASSES, vars(script))
+    for kind in (script.Pair, script.Phase, script.Progress):
+        kind.__module__ = "script"
+    config = load_config(make_config())
+    with monkeypatch.context() as patch, tierfall.open(config) as ckpt:
+        patch.setitem(sys.modules, "script", script)
+        values = {"pair": script.Pair(2, "right"), "phase": script.Phase.MAIN}
+        progress = script.Progress(2, torch.full((2,), 2.0))
+        ckpt.save(1, {"w": torch.ones(2), "progress": progress, **values}, block=True)
+    done = export_from(config, "disk", to=out, format=format)
+    assert any("values of script.Progress are exported as plain values" in n for n in done.notes)
+    if format is ExportFormat.TORCH:
+        found = torch.load(done.path, weights_only=False)
+        assert found["progress"]["step"] == 2
+        assert (found["phase"], found["pair"]) == ("MAIN", (2, "right"))
+
+
 # What goes wrong -------------------------------------------------------------------------------------
 
 
-def test_a_file_that_appears_meanwhile_stays(config: dict[str, Any], out: Path) -> None:
+def test_a_file_that_appears_meanwhile_stays(config: Config, out: Path) -> None:
     target = out / f"{WHOLE}.safetensors"
 
     def appear(done: int, total: int) -> None:
@@ -140,7 +162,7 @@ def test_a_file_that_appears_meanwhile_stays(config: dict[str, Any], out: Path) 
     ("only", "format"), [(("model",), ExportFormat.SAFETENSORS), ((), ExportFormat.TORCH)]
 )
 def test_a_full_disk_leaves_nothing(
-    config: dict[str, Any],
+    config: Config,
     out: Path,
     only: tuple[str, ...],
     format: ExportFormat,
@@ -156,7 +178,7 @@ def test_a_full_disk_leaves_nothing(
 
 
 def test_too_little_room_is_reported_before_anything_is_written(
-    config: dict[str, Any], out: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage(10, 0, 10))
@@ -166,7 +188,7 @@ def test_too_little_room_is_reported_before_anything_is_written(
     assert not out.parent.exists()
 
 
-def test_an_interrupt_leaves_nothing(config: dict[str, Any], out: Path) -> None:
+def test_an_interrupt_leaves_nothing(config: Config, out: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -176,7 +198,7 @@ def test_an_interrupt_leaves_nothing(config: dict[str, Any], out: Path) -> None:
     assert not out.parent.exists()
 
 
-def test_parts_that_are_not_there_are_refused(config: dict[str, Any], out: Path) -> None:
+def test_parts_that_are_not_there_are_refused(config: Config, out: Path) -> None:
     for only, says in (
         (("modl",), "expected one of model, optimizer, big"),
         (("model.layer",), "no part of that name"),
@@ -193,7 +215,7 @@ def test_parts_that_are_not_there_are_refused(config: dict[str, Any], out: Path)
 
 @pytest.mark.parametrize("only", [(), ("big",)])
 def test_memory_that_its_trainer_uses_again_meanwhile_does_not_end_up_in_the_file(
-    config: dict[str, Any], memory: Path, out: Path, only: tuple[str, ...], monkeypatch: Any
+    config: Config, memory: Path, out: Path, only: tuple[str, ...], monkeypatch: Any
 ) -> None:
     """The image in memory is written over right after each chunk of it was checked."""
     good = export_from(config, "raw", to=out / "good", only=only).path.read_bytes()
