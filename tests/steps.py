@@ -50,6 +50,21 @@ def steps_on(root: Path, run: str = "run") -> list[int]:
     return found
 
 
+def save_steps(config: Mapping[str, Any], *steps: int, **how: Any) -> None:
+    """Start, restore what there is, save these steps to each tier, and close."""
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank(), **how)
+        for step in steps:
+            ckpt.save(step, state_of(step), block=True)
+
+
+def flip(path: Path, offset: int | None = None) -> None:
+    """Flip a bit of a file; without ``offset`` in its middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if offset is None else offset] ^= 1
+    path.write_bytes(data)
+
+
 def files_below(root: Path) -> dict[str, bytes]:
     """Every file below a folder, by its relative name."""
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}

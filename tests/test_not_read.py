@@ -18,7 +18,7 @@ import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import close_all
 from tests.shelf import Shelf
-from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tests.steps import blank, save_steps, state_of, step_in, steps_on, wait_until
 from tierfall.backends import toolkit
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
@@ -43,17 +43,15 @@ def config(make_config: MakeConfig, shelf: Shelf, impatient: None) -> dict[str, 
     return config
 
 
-def save(config: dict[str, Any], *steps: int) -> None:
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank(), unreachable="ignore")
-        for step in steps:
-            ckpt.save(step, state_of(step), block=True)
-
-
 def two_steps(config: dict[str, Any], *, retain: int = 2) -> None:
     """Save steps 1 and 2, which stay."""
     kept = {**config["tiers"][1], "retain": {"last": retain}}
-    save({**config, "tiers": [config["tiers"][0], kept, *config["tiers"][2:]]}, 1, 2)
+    save_steps(
+        {**config, "tiers": [config["tiers"][0], kept, *config["tiers"][2:]]},
+        1,
+        2,
+        unreachable="ignore",
+    )
 
 
 # Whatever the store says -------------------------------------------------------------------------
