@@ -71,21 +71,6 @@ def many(config: dict[str, Any], shelf: Shelf, count: int) -> None:
         ckpt.save(count, state_of(count), block=True)
 
 
-def test_a_restore_goes_on_with_what_was_not_read_if_the_newest_are_damaged(
-    config: dict[str, Any], shelf: Shelf
-) -> None:
-    many(config, shelf, MANY)
-    for step in range(MANY - 4, MANY + 1):
-        image = next(key for key in shelf.of_step(step) if ".safetensors" in key)
-        shelf.values[image] = bytes(len(shelf.values[image]))
-    with tierfall.open(config) as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-    assert report is not None
-    assert (report.step, step_in(state)) == (MANY - 5, 1)
-    assert {each.id.step for each in report.fallbacks if each.id} == {*range(MANY - 4, MANY + 1)}
-
-
 def test_a_rollback_without_a_record_of_how_it_began_is_what_a_run_continues_from(
     config: dict[str, Any], shelf: Shelf
 ) -> None:
@@ -118,19 +103,6 @@ def test_a_damaged_record_hides_no_rollback_that_only_it_and_one_not_read_tell_o
         state = blank()
         ckpt.restore(state)
     assert step_in(state) == 11
-
-
-def test_each_step_can_be_named_at_once(config: dict[str, Any], shelf: Shelf) -> None:
-    many(config, shelf, MANY)
-    with tierfall.open(config) as ckpt:
-        report = ckpt.restore(blank(), step=5)
-        assert report is not None
-        assert report.step == 5
-    with tierfall.open(config) as ckpt:
-        ckpt.pin(6)
-        assert [info.step for info in ckpt.checkpoints() if info.pinned] == [6]
-    with tierfall.open(config) as ckpt:
-        assert len(ckpt.checkpoints()) == MANY
 
 
 def test_what_a_second_tier_is_owed_does_not_depend_on_when_records_are_read(
