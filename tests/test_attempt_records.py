@@ -113,6 +113,7 @@ def test_a_record_that_was_copied_to_the_last_number_is_named(
     assert steps_on(tmp_path / "disk") == [1, 2]
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("first", [True, False])
 def test_what_a_start_on_a_full_disk_left_in_memory_is_its_runs(
     first: bool, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -99,33 +99,18 @@ def test_a_drain_that_meets_a_close_lets_it_end(
     assert "what was to be done on SIGUSR1 failed" not in caplog.text
 
 
-def chain_to(store: MemoryStore, make_config: MakeConfig, **words: Any) -> dict[str, Any]:
-    """Host memory above the store."""
-    config = make_config(**words)
-    return {**config, "tiers": [config["tiers"][0], store.tier()]}
-
-
-def save_in_vain(ckpt: tierfall.Checkpointer, store: MemoryStore, step: int) -> None:
-    """Save a step while the store refuses all; return once it is waiting for a later try."""
-    store.refuse_all()
-    handle = ckpt.save(step, state_of(step))
-    wait_until(lambda: handle.exception() is not None, "the tier is reported as failing")
-
-
 def test_a_drain_by_signal_tries_a_tier_that_fails_until_its_deadline(
-    store: MemoryStore, make_config: MakeConfig
+    store: MemoryStore, make_config: MakeConfig, called: threading.Event
 ) -> None:
-    had_its_effect: list[int] = []
-    previous = signal.signal(signal.SIGUSR1, lambda number, frame: had_its_effect.append(number))
-    config = chain_to(store, make_config, max_wait="20s")
+    config = make_config(max_wait="20s")
     config["drain"] = {"on_signal": ["SIGUSR1"], "deadline": "60s"}
-    try:
-        with tierfall.open(config) as ckpt:
-            ckpt.save(1, state_of(1), block=True)
-            save_in_vain(ckpt, store, 2)
-            store.heal_after_refusals(2)
-            os.kill(os.getpid(), signal.SIGUSR1)
-            wait_until(lambda: bool(had_its_effect), "the drain has ended", timeout_s=60)
-            assert store.steps() == [1, 2]
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
+    config["tiers"] = [config["tiers"][0], store.tier()]
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        store.refuse_all()
+        handle = ckpt.save(2, state_of(2))
+        wait_until(lambda: handle.exception() is not None, "the tier is reported as failing")
+        store.heal_after_refusals(2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(called.is_set, "the drain has ended", timeout_s=60)
+        assert store.steps() == [1, 2]

@@ -1,4 +1,5 @@
-"""Waiting callers get an error if the coordinator fails, a tier hangs or the run is closed."""
+"""Waiting callers get an error if a tier hangs or fails, a thread cannot be started, Ctrl-C comes, or the run is
+closed."""
 
 from __future__ import annotations
 
@@ -129,6 +130,7 @@ def test_a_second_one_with_other_memory_is_refused_too(
         ckpt.save(1, state_of(1), block=True)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_on_error_raise_reaches_a_loop_that_saves_no_more(
     make_config: MakeConfig, tmp_path: Path, slow_medium: Medium
 ) -> None:
