@@ -1,4 +1,5 @@
-"""The event log file: bounded, whole lines, and never blocks the code that emits an event."""
+"""The event log file: whole lines, and never blocks the code that emits an event; the events are those of
+docs/metrics.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run with thousands of checkpoints opens and restores by a few requests beside its listing. Commit records of old
-checkpoints are read in the background; what was not read is never deleted."""
+"""A run with thousands of checkpoints, whose old commit records are read in the background: what is restored, and what
+a tier is owed, does not depend on when. Requests, and deletions: test_many_checkpoints_of_ranks.py."""
 
 from __future__ import annotations
 

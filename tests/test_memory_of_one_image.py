@@ -1,5 +1,5 @@
-"""Memory for one image, which has one that is never flushed: the next save takes its room, unless it is the only copy
-of what this start was restored from."""
+"""How much room memory has: an image that is never flushed gives way, unless it is the only copy of what this start was
+restored from; without a capacity memory grows with the state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Which nodes keep the copies of a node's images: as many as ``copies``, apart by ``spread``; what cannot be placed so
-is an error on all ranks. Each rank is a thread of this process."""
+is an error on all ranks; which losses they survive. Each rank is a thread of this process."""
 
 from __future__ import annotations
 
