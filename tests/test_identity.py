@@ -131,6 +131,12 @@ def cli(root: Path, config: dict[str, Any], *words: str, typed: str | None = Non
     return CliRunner().invoke(app, [*words, "--config", str(path)], input=typed)
 
 
+def forget(root: Path, config: dict[str, Any], *names: str) -> None:
+    for name in names:
+        message = cli(root, config, "forget", name)
+        assert message.exit_code == 0, message.output
+
+
 def kept_in_memory(root: Path, config: dict[str, Any], step: int) -> None:
     """Save a step that stays in host memory alone, and is owed to every tier of ``config``."""
     seldom = [{**each, "flush": {"every": 100}} for each in config["tiers"][1:]]
@@ -292,20 +298,10 @@ def test_another_file_system_in_a_tiers_place_is_not_that_tier(
     with pytest.raises(RestoreError, match=r"has another id in run/tier\.json"):
         restored(config)
     assert steps_on(tmp_path / "pfs") == [300]
-    path = tmp_path / "tiers.yaml"
-    path.write_text(json.dumps(config))
-    assert CliRunner().invoke(app, ["ls", "--config", str(path)]).exit_code != 0
+    assert cli(tmp_path, config, "ls").exit_code != 0
     shutil.rmtree(tmp_path / "pfs")
     right.rename(tmp_path / "pfs")
     assert restored(config) == 2
-
-
-def forget(root: Path, config: dict[str, Any], *names: str) -> None:
-    path = root / "tiers.yaml"
-    path.write_text(json.dumps(config))
-    for name in names:
-        message = CliRunner().invoke(app, ["forget", name, "--config", str(path)])
-        assert message.exit_code == 0, message.output
 
 
 def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(tmp_path: Path) -> None:
