@@ -35,6 +35,7 @@ from tierfall.core.types.errors import (
     FlushError,
     RanksError,
     StepError,
+    TierfallError,
     UnreachableError,
 )
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -187,7 +188,7 @@ def test_a_rank_that_leaves_after_its_upload_holds_up_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not the first rank of its node, which writes the commit record."""
-    nodes, gate = ("a", "a", "b", "b"), threading.Event()
+    nodes, gate, uploaded = ("a", "a", "b", "b"), threading.Event(), threading.Event()
 
     def config(node: str) -> Config:
         place = tmp_path / node
@@ -211,11 +212,11 @@ def test_a_rank_that_leaves_after_its_upload_holds_up_no_commit(
             for r, n in zip(ranks, nodes, strict=True)
         ]
         opened = on_all(calls)
+        opened[1].subscribe(lambda event: event["kind"] == "flush_done" and uploaded.set())
         handles = [one.save(1, {"w": torch.full((4,), float(r))}) for r, one in enumerate(opened)]
         for handle in handles:
             handle.captured(SOON_S)
-        uploaded = tmp_path / "a/nvme/run/step-00000001-a0001/rank-00001-of-00004.safetensors"
-        wait_until(uploaded.exists, what="it is uploaded")
+        assert uploaded.wait(SOON_S)
         kill_all(opened[1:2])
         gate.set()
         handles[0].wait("nvme", timeout=SOON_S)
@@ -289,8 +290,10 @@ def test_a_tier_that_hangs_in_the_cleanup_of_open_is_left_out_by_all_ranks(
 def test_a_rank_whose_coordinator_has_stopped_holds_up_no_close(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor whoever waits for what that rank has saved."""
     ckpts = opener.all_open()
     broken = ckpts[1]._session
+    handle = ckpts[1].save(1, {"w": torch.ones(4)})
 
     def step(now_s: float) -> None:
         raise RuntimeError("a fault of ours")
@@ -298,6 +301,8 @@ def test_a_rank_whose_coordinator_has_stopped_holds_up_no_close(
     monkeypatch.setattr(broken.coordinator, "step", step)
     broken.call_soon(int)
     wait_until(lambda: broken.workers.failure is not None, "the coordinator to stop")
+    with pytest.raises(TierfallError, match="a fault of ours"):
+        handle.wait(timeout=SOON_S)
     began = time.monotonic()
     outcomes = on_all([one.close for one in ckpts])
     assert outcomes[0] is None
