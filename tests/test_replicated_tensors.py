@@ -57,6 +57,28 @@ def test_what_was_divided_and_is_a_ranks_own_now_comes_back_to_it(
     close_all(opened)
 
 
+def test_equal_names_of_what_is_not_alike_are_an_error_that_names_them(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    with torch.no_grad():
+        states[2]["model"][0].weight[0, 0] += 1
+    for handle in save_all(opened, 1, states):
+        with pytest.raises(
+            CaptureError, match=r"model\.0\.weight on ranks 0, 1 differs from that on rank 2"
+        ):
+            handle.wait(timeout=MAX_WAIT_S)
+    wrapped = [
+        {name: tierfall.item(value, on_resize="per_rank") for name, value in state.items()}
+        for state in states
+    ]
+    save_whole(opened, 2, wrapped)
+    close_all(opened)
+    folders = [path.name for path in (tmp_path / "disk" / "run").glob("step-*")]
+    assert folders == ["step-00000002-a0001"]
+
+
 def test_what_was_never_compared_is_no_checkpoint_of_the_next_start_either(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
