@@ -40,7 +40,7 @@ test: .venv/.installed-dev
 
 # What a change breaks first. No kills, no several ranks, no servers, no demo: those are in make test alone.
 QUICK := tests/core/types tests/core/format tests/core/image tests/core/compression tests/tiers/test_stored.py \
-    tests/tiers/test_host.py tests/test_checkpointer.py tests/test_config.py tests/test_first_file.py \
+    tests/tiers/test_host.py tests/test_config.py tests/test_first_file.py \
     tests/contract/test_loads.py tests/test_damaged_copies.py tests/test_layering.py tests/test_public_names.py \
     tests/test_docs_map.py tests/test_docs_which_tiers.py tests/test_docs_when_wrong.py
 

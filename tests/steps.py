@@ -1,10 +1,12 @@
-"""States that say which step they are of, what a tier holds of them, and a wait for what another thread does."""
+"""States that say which step they are of, what a tier holds of them, forks, and a wait for what another thread does."""
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,21 @@ def steps_on(root: Path, run: str = "run") -> list[int]:
     return found
 
 
+def save_steps(config: Mapping[str, Any], *steps: int, **how: Any) -> None:
+    """Start, restore what there is, save these steps to each tier, and close."""
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank(), **how)
+        for step in steps:
+            ckpt.save(step, state_of(step), block=True)
+
+
+def flip(path: Path, offset: int | None = None) -> None:
+    """Flip a bit of a file; without ``offset`` in its middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if offset is None else offset] ^= 1
+    path.write_bytes(data)
+
+
 def files_below(root: Path) -> dict[str, bytes]:
     """Every file below a folder, by its relative name."""
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
@@ -77,6 +94,26 @@ def refuse_threads(patch: pytest.MonkeyPatch, names: str, after: int = 0) -> Non
         start(thread)
 
     patch.setattr(threading.Thread, "start", refuse)
+
+
+def in_a_child(action: Callable[[], None]) -> str:
+    """Run in a forked child; return what it raised, as ``Kind: message``, or an empty text."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads is the point
+        child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent compares it
+            os.write(writer, f"{type(error).__name__}: {error}".encode()[:4000])
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        output = pipe.read().decode()
+    os.waitpid(child, 0)
+    return output
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

@@ -31,15 +31,15 @@ def state(step: float) -> dict[str, torch.Tensor]:
 
 
 class StuckTier:
-    """``hung`` is set once a call hangs."""
+    """``hung`` is set once a call hangs, ``returned`` once such a call has come back."""
 
     def __init__(self, root: object, patch: pytest.MonkeyPatch) -> None:
-        self.gate, self.hung = threading.Event(), threading.Event()
+        self.gate, self.hung, self.returned = (threading.Event() for _ in range(3))
         self._root, self._patch = str(root), patch
 
-    def hang_in(self, *calls: str, key: str = "") -> None:
-        """Let these methods of the backend and its writers hang; reads only those of keys that have ``key`` in them.
-        ``open`` is whatever looks at the folder."""
+    def hang_in(self, *calls: str, key: str = "", from_byte: int = 0) -> None:
+        """Let these methods of the backend and its writers hang; of reads those of keys that have ``key`` in them, and
+        that begin at ``from_byte`` or later. ``open`` is whatever looks at the folder."""
         for name in calls:
             if name == "open":
                 self._hang(os, "stat", lambda path, *_: str(path).startswith(self._root))
@@ -49,7 +49,9 @@ class StuckTier:
                 self._hang(
                     PosixBackend,
                     name,
-                    lambda backend, read, *_: backend.place == self._root and key in read,
+                    lambda backend, read, offset, *_: (
+                        backend.place == self._root and key in read and offset >= from_byte
+                    ),
                 )
             else:
                 self._hang(PosixBackend, name, lambda backend, *_: backend.place == self._root)
@@ -58,9 +60,13 @@ class StuckTier:
         real = getattr(where, name)
 
         def late(*args: Any, **keys: Any) -> Any:
-            if concerns(*args) and not self.gate.is_set():
-                self.hung.set()
-                assert self.gate.wait(LONG_S)
-            return real(*args, **keys)
+            if not concerns(*args) or self.gate.is_set():
+                return real(*args, **keys)
+            self.hung.set()
+            assert self.gate.wait(LONG_S)
+            try:
+                return real(*args, **keys)
+            finally:
+                self.returned.set()
 
         self._patch.setattr(where, name, late)

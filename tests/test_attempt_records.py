@@ -11,10 +11,12 @@ import pytest
 
 import tierfall
 from tests.steps import blank, memory_of, state_of, step_in, steps_on
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
 from tierfall.core.types.errors import (
     ConfigError,
     IntegrityError,
+    StorageFullError,
 )
 from tierfall.ops.drain import drain
 
@@ -109,3 +111,32 @@ def test_a_record_that_was_copied_to_the_last_number_is_named(
         ckpt.restore(blank())
         assert ckpt.save(2, state_of(2), block=True).attempt == 2
     assert steps_on(tmp_path / "disk") == [1, 2]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_start_on_a_full_disk_left_in_memory_is_its_runs(
+    first: bool, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tier took the record of its attempt: the next start knows the tiers by their ids."""
+    config = make_config(disk={}, max_wait="0.3s")
+    if not first:
+        with tierfall.open(config) as ckpt:
+            ckpt.restore(blank())
+            ckpt.save(1, state_of(1), block=True)
+
+    def full(*arguments: Any, **more: Any) -> Any:
+        raise StorageFullError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "create", full)
+        with tierfall.open(config) as ckpt:
+            ckpt.restore(blank())
+            handle = ckpt.save(2, state_of(2))
+            handle.wait("host")
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(state := blank())
+        assert report is not None
+        assert (report.step, step_in(state)) == (2, 2)
+        ckpt.drain()
+    assert steps_on(tmp_path / "disk") == ([2] if first else [1, 2])

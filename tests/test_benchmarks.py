@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.benchmarks
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the package
 
-from benchmarks import bare, figures, machine, many, report, rounds  # noqa: E402
+from benchmarks import figures, machine, many, report  # noqa: E402
 from benchmarks.figures import Results  # noqa: E402
 from tests import forked  # noqa: E402
 
@@ -55,91 +54,6 @@ def results(*, target: float = 2.0, extra_mib: int = 0, direct: tuple[bool, bool
 )
 def test_exit_code_says_what_was_missed(found: Results, report_only: bool, code: int) -> None:
     assert figures.exit_code(found, report_only=report_only) == code
-
-
-# Rounds ----------------------------------------------------------------------------------------------
-
-
-def run(
-    calls: list[str], count: int = 4, seed: int = 0, *, chained: bool = False
-) -> dict[str, list[float]]:
-    def timed(name: str) -> dict[str, float]:
-        calls.append(name)
-        return {"part": 7.0}
-
-    def contender(name: str) -> rounds.Contender:
-        return rounds.Contender(
-            name=name,
-            before=lambda: calls.append(f"before {name}"),
-            timed=lambda: timed(name),
-            after=lambda: calls.append(f"after {name}"),
-        )
-
-    then = rounds.Contender(name="then", timed=lambda: timed("then")) if chained else None
-    contenders = [contender(name) for name in "abc"]
-    if then is not None:
-        contenders[0] = replace(contenders[0], then=(then,))
-    return rounds.run_rounds(
-        contenders, rounds=count, seed=seed, settle=lambda: calls.append("settle")
-    )
-
-
-def test_every_contender_runs_once_a_round_from_a_settled_state() -> None:
-    calls: list[str] = []
-    samples = run(calls)
-    for number in range(5):  # the first warms up
-        of_round = calls[number * 12 : (number + 1) * 12]
-        for name in "abc":
-            at = of_round.index(f"before {name}")
-            assert of_round[at : at + 4] == [f"before {name}", "settle", name, f"after {name}"]
-    assert {name: len(values) for name, values in samples.items()} == {
-        name: 4 for name in ("a", "b", "c", "a/part", "b/part", "c/part")
-    }
-
-
-# The references --------------------------------------------------------------------------------------
-
-
-def tensors() -> list[torch.Tensor]:
-    return [
-        torch.randn(700, 600),
-        torch.randn(3, dtype=torch.float64),
-        torch.arange(5_000_000).to(torch.bfloat16),
-    ]
-
-
-def test_buffer_takes_compares_and_gives_back() -> None:
-    state = sorted(tensors(), key=lambda tensor: -tensor.element_size())
-    buffer = bare.Buffer(state, touched=True)
-    assert not buffer.holds(state)
-    buffer.take(state)
-    assert buffer.holds(state)
-    kept = [tensor.clone() for tensor in state]
-    for tensor in state:
-        tensor.zero_()
-    assert not buffer.holds(state)
-    buffer.give(state)
-    assert all(torch.equal(a, b) for a, b in zip(state, kept, strict=True))
-
-
-@pytest.mark.parametrize("wanted", [False, True])
-def test_reference_file_is_written_whole_and_read_back(tmp_path: Path, wanted: bool) -> None:
-    direct = wanted and bare.direct_works(tmp_path, machine.file_system(tmp_path))
-    if wanted and not direct:
-        pytest.skip(f"no direct I/O in {tmp_path}")
-    state = [torch.randint(0, 255, (40_000_001,), dtype=torch.uint8)]
-    source, target = bare.Buffer(state, touched=True), bare.Buffer(state, touched=True)
-    source.take(state)
-    path = tmp_path / "file"
-    bare.write_file(path, source.view, direct=direct)
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
-    with path.open("ab") as file:
-        file.write(b"not a whole block")
-    bare.drop_cached(path)
-    bare.read_file(path, target.whole, direct=direct)
-    assert target.holds(state)
-    end = target.bytes
-    assert bytes(target.whole[end : end + 17]) == b"not a whole block"
 
 
 # A tiny run ------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ import torch
 
 from benchmarks import figures, machine, report
 from benchmarks.figures import Results
-from benchmarks.gpu import bench, bus, killed, large, part, restores, saves, steps
+from benchmarks.gpu import bench, bus, large, part, restores, saves, steps
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.saving import opened
 from benchmarks.plan import Plan
 from tests.core.fake_device import FakePlaces, FakeStream
 from tests.tiny_plan import tiny_plan
 from tierfall.core.capture.spill import DeviceSlab
-from tierfall.core.sampling.image_check import ImageCheck
 from tierfall.run import saver
 
 pytestmark = pytest.mark.benchmarks
@@ -214,52 +211,6 @@ def test_what_there_is_no_time_for_is_left_out(
     left_out = "\n".join(one.results.facts["gpu_left_out"])
     for what in ("with saves to host", "restores", "after a kill", "to disk", "device tier"):
         assert what in left_out
-
-
-# What did not work -----------------------------------------------------------------------------------
-
-
-def test_image_with_later_values_is_found_out(
-    tmp_path: Path, rehearsal: Rehearsal, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device does not hold the update, as if the barrier were none, and nobody else looks at the image."""
-    for name in ("changed_in", "changed_in_chunk"):
-        monkeypatch.setattr(ImageCheck, name, lambda *words: set())
-    one = made(tmp_path, rehearsal)
-    with opened(one, "plain", images=2) as saving:
-        saving.check()
-        update = one.work.update
-        stream.blocks = False
-
-        def early() -> None:
-            update()
-            stream.free.set()
-
-        saving.settle()
-        stream.free.clear()
-        monkeypatch.setattr(saving, "settle", lambda: None)
-        monkeypatch.setattr(one.work, "update", early)
-        with pytest.raises(AssertionError, match="not what was saved"):
-            saving.check()
-
-
-def test_save_that_captured_blocking_is_not_measured(tmp_path: Path, rehearsal: Rehearsal) -> None:
-    one = made(tmp_path, rehearsal)
-    blocking = pytest.raises(AssertionError, match="captured blocking")
-    with opened(one, "plain", images=2) as saving, blocking:
-        saving.save()  # no update since the last
-
-
-def test_another_state_than_the_killed_process_saved_is_found_out(
-    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def running(task: killed.Task) -> Iterator[dict[str, Any]]:
-        yield {"digest": "saved" if task.saves else "restored"}
-
-    monkeypatch.setattr(restores, "running", running)
-    with pytest.raises(AssertionError, match="not what was saved"):
-        restores.measure_after_kill(made(tmp_path, rehearsal))
 
 
 # The state -------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint import CheckpointException
 
 from benchmarks import (
     bare,
@@ -100,17 +99,6 @@ def test_what_is_loaded_is_what_was_saved_last(opened: system.System) -> None:
     work.spoil()
     opened.load()
     assert saved.holds(work.tensors())
-
-
-@alone
-def test_what_is_forgotten_cannot_be_loaded_cold(opened: system.System) -> None:
-    opened.work.update()
-    opened.save()
-    opened.wait()
-    opened.forget()
-    opened.begin_cold()
-    with pytest.raises((OSError, AssertionError, CheckpointException)):
-        opened.load_cold()
 
 
 # Runs ------------------------------------------------------------------------------------------------

@@ -72,23 +72,6 @@ def committed(opener: Opener) -> list[list[int]]:
     ]
 
 
-def test_all_ranks_save_the_steps_that_rank_0_chose(opener: Opener) -> None:
-    """By time: tests/contract/test_ranks.py."""
-    both = opener.all_open(interval={"overhead": "20%", "at_end": False})
-    training = Training(both, last=400)
-    training.run()
-    mine, others = training.saved
-    assert len(mine) >= 3
-    assert list(mine) == list(others)
-    for handle in (*mine.values(), *others.values()):
-        handle.wait("far", timeout=SOON_S)
-    reports = [ckpt.statistics().cadence for ckpt in both]
-    assert reports[1] is not None
-    assert reports[1].reason == "rank 0 decides"
-    close_all(both)
-    assert committed(opener) == [list(mine)] * 2
-
-
 @pytest.mark.parametrize("signalled", [(1,), (0, 1)])
 def test_a_signal_to_any_rank_saves_one_step_of_all(
     opener: Opener, signalled: tuple[int, ...]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,31 +18,6 @@ from tierfall.config import Config, load_config
 from tierfall.core.types.errors import ConfigError
 
 Load = Callable[..., Config]
-
-FULL = """\
-run: gpt-small
-interval: {every: 100}
-capture: {mode: blocking, verify: full, bandwidth: null}
-on_error: raise
-max_wait: 90s
-chunk: 4MiB
-tiers:
-  - {name: ram, kind: host, capacity: 16GiB, when_full: wait, folder: /dev/shm/here}
-  - name: nvme
-    kind: file
-    path: /local/checkpoints
-    shared: false
-    capacity: 500GiB
-    flush: {every: 1}
-    retain: {last: 3}
-  - name: lustre
-    kind: file
-    path: /lustre/checkpoints
-    shared: true
-    flush: {every: 10, order: in_order}
-    compress: {codec: none}
-    bandwidth: 500MB/s
-"""
 
 
 @pytest.fixture
@@ -113,12 +87,6 @@ def test_paths_are_absolute_and_the_home_folder_is_known(
     config = load_config(config_of(tiers="c"))
     monkeypatch.chdir("/")
     assert config.stored[0].path == tmp_path / "c"
-
-
-def test_a_config_survives_being_dumped() -> None:
-    config = load_config(yaml.safe_load(FULL))
-    assert load_config(config.model_dump()) == config
-    assert load_config(json.loads(config.model_dump_json())) == config
 
 
 def test_a_config_is_frozen() -> None:

@@ -15,7 +15,7 @@ import torch
 import tierfall
 from tests.crafted_records import MANIFEST, change_manifest
 from tests.object_store import SeaweedFS
-from tests.steps import blank, files_below, state_of, step_in
+from tests.steps import blank, files_below, flip, state_of, step_in
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
 from tierfall.backends.posix.backend import PosixBackend, PosixWriter
@@ -56,12 +56,6 @@ def assert_good(root: Path, id: CheckpointId = ONE) -> None:
     assert checked.good, checked
     assert checked.foreign == ()
     assert step_in(tierfall.load(step_folder(root, id.step))) == id.step
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def run_copy(config: dict[str, Any], id: CheckpointId = ONE, tier: str = "far") -> CopyResult:

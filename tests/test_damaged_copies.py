@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tierfall
-from tests.steps import blank, state_of, step_in, steps_on
+from tests.steps import blank, save_steps, state_of, step_in, steps_on
 from tierfall.core.types.errors import RestoreError
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -20,15 +20,6 @@ MakeConfig = Callable[..., dict[str, Any]]
 def image(root: Path, step: int, run: str = "run") -> Path:
     (found,) = (root / run).glob(f"step-{step:08d}-*/*.safetensors*")
     return found
-
-
-def save_steps(config: dict[str, Any], *steps: int) -> None:
-    """Save these steps; memory keeps none of them."""
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        for step in steps:
-            ckpt.save(step, state_of(step), block=True)
-        ckpt.drain()
 
 
 def told(ckpt: Any, step: int) -> tuple[dict[str, str], dict[str, str]]:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -267,3 +268,40 @@ def test_a_trainer_ends_with_the_demo(tmp_path: Path) -> None:
         assert any(line["kind"] == "ready" for line in trainer.follow())
         assert trainer.process.poll() is None
     wait_until(lambda: trainer.process.poll() == -9, "the trainer is killed")
+
+
+# The example ----------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def example_until(config: Path, folder: Path, step: int) -> tuple[str, dict[int, str]]:
+    """Run examples/train.py up to a step, SIGKILL it there, and return what it said first, and its losses."""
+    command = [str(ROOT / "examples" / "train.py"), "--config", str(config), "--steps", "1000000"]
+    process = Forked(server_of(), command, os.environ, sys.__stderr__, cwd=folder)
+    lines = []
+    while line := process.stdout.readline().decode():
+        lines.append(line)
+        if line.startswith(f"step {step} "):
+            process.kill()
+    process.wait()
+    process.close()
+    found = [re.fullmatch(r"step (\d+) loss (\S+)\n", line) for line in lines]
+    return lines[0] if lines else "", {int(m[1]): m[2] for m in found if m}
+
+
+def test_example_is_killed_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    settings = yaml.safe_load((ROOT / "examples" / "tiers.yaml").read_text())
+    settings["tiers"][0]["folder"] = str(tmp_path / "memory")
+    config = tmp_path / "tiers.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    _, before = example_until(config, tmp_path, 45)
+    output, after = example_until(config, tmp_path, max(before) + 5)
+    restored = re.match(r"restored step (\d+) from host", output)
+    assert restored, output
+    assert int(restored[1]) >= 20
+    assert min(after) == int(restored[1]) + 1
+    again = before.keys() & after.keys()
+    assert {step: after[step] for step in again} == {step: before[step] for step in again}
+    assert max(after) > max(before)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tierfall
-from tests.core.ranks.threads import on_all
-from tests.open_ranks import Opener, close_all, wait_sealed
+from tests.memory_store import MemoryStore
 from tests.steps import state_of, steps_on, wait_until
-from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.values import SaveOutcome
-from tierfall.run.session import Session
 
 MakeConfig = Callable[..., dict[str, Any]]
 ELEMENTS = 200_000
@@ -43,27 +39,6 @@ def test_signals_are_let_go_of_at_the_close_and_may_be_listened_to_again(
             assert signal.getsignal(signal.SIGUSR1) is not before
             ckpt.save(1, state_of(1))
         assert signal.getsignal(signal.SIGUSR1) is before
-
-
-def test_no_signal_is_listened_to_before_the_run_has_begun_or_after_an_open_that_failed(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, begins = signal.getsignal(signal.SIGUSR1), Session.start
-    found = []
-
-    def start(session: Session, *given: Any) -> None:
-        found.append(signal.getsignal(signal.SIGUSR1))
-        begins(session, *given)
-
-    def refuse(*given: Any) -> None:
-        raise OSError("no thread")
-
-    monkeypatch.setattr(Session, "start", start)
-    monkeypatch.setattr("tierfall.run.closing.DrainOnSignal", refuse)
-    with pytest.raises(OSError, match="no thread"):
-        tierfall.open(saving_on_signal(make_config()))
-    assert found == [before]
-    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 @pytest.fixture
@@ -124,75 +99,18 @@ def test_a_drain_that_meets_a_close_lets_it_end(
     assert "what was to be done on SIGUSR1 failed" not in caplog.text
 
 
-# Several ranks ---------------------------------------------------------------------------------------
-
-
-def slow_ranks(
-    tmp_path: Path, ranks: list[Ranks], waiting: Sequence[int] = (1, 1, 1, 1)
-) -> list[Any]:
-    """Both ranks of a run whose tier has shown that an image takes half a second, with images that wait, each so many
-    times as large."""
-    opener = Opener(tmp_path, ranks)
-    checkpointers = on_all(
-        [
-            lambda r=r: opener.open(  # type: ignore[misc]
-                r,
-                tiers=[
-                    {
-                        "name": "host",
-                        "kind": "host",
-                        "folder": str(tmp_path / str(r) / "memory"),
-                        "capacity": "16MiB",
-                    },
-                    {
-                        "name": "nvme",
-                        "kind": "file",
-                        "path": str(tmp_path / str(r) / "nvme"),
-                        "bandwidth": "900kB/s",
-                    },
-                ],
-                chunk="64KiB",
-                max_wait="30s",
-            )
-            for r in range(2)
-        ]
-    )
-
-    def save(rank: int, step: int, times: int = 1) -> Any:
-        tensor = torch.full((times * ELEMENTS // 2,), float(rank))
-        return checkpointers[rank].save(step, {"w": tensor, "rng": None})
-
-    on_all([lambda r=r: save(r, 1).wait() for r in range(2)])  # type: ignore[misc]
-    for step, times in enumerate(waiting, start=2):
-        on_all([lambda r=r, s=step, n=times: save(r, s, n).captured() for r in range(2)])  # type: ignore[misc]
-        wait_sealed(checkpointers)
-    return checkpointers
-
-
-def test_rank_0_plans_for_all_and_the_report_is_the_same_on_all(
-    tmp_path: Path, ranks: list[Ranks]
+def test_a_drain_by_signal_tries_a_tier_that_fails_until_its_deadline(
+    store: MemoryStore, make_config: MakeConfig, called: threading.Event
 ) -> None:
-    checkpointers = slow_ranks(tmp_path, ranks)
-    reports = on_all([lambda c=c: c.drain(1.7) for c in checkpointers])  # type: ignore[misc]
-    assert reports[0].forecast == reports[1].forecast != ()
-    assert (reports[0].done, reports[0].left) == (reports[1].done, reports[1].left)
-    assert [f.arrives for f in reports[0].forecast].count(False) >= 1
-    done = {step for step, _, _ in reports[0].done}
-    assert 5 in done or not {3, 4} & done, "the newest came before older ones"
-    assert reports[0].left
-    close_all(checkpointers)
-
-
-def test_a_deadline_of_any_rank_is_one_for_all(tmp_path: Path, ranks: list[Ranks]) -> None:
-    checkpointers = slow_ranks(tmp_path, ranks)
-    coordinators = [c._session.coordinator for c in checkpointers]
-    checkpointers[1]._session.call_soon(lambda: coordinators[1].drain_schedule.share(1.6))
-    wait_until(lambda: coordinators[0].drain_schedule.active, "rank 0 has heard of it")
-    assert not coordinators[1].drain_schedule.active, "rank 0 alone plans"
-    wait_until(lambda: not coordinators[0].drain_schedule.active, "the deadline is over")
-    known = {c.step: c.copies.get("nvme") for c in checkpointers[0].checkpoints()}
-    # step 2 may have been begun before; how much arrives in time, if anything, is a matter of the machine
-    newest = known[5]
-    arrived = newest is not None and newest.state == "committed"
-    assert arrived or known[3] is known[4] is None, "the newest comes first"
-    close_all(checkpointers)
+    config = make_config(max_wait="20s")
+    config["drain"] = {"on_signal": ["SIGUSR1"], "deadline": "60s"}
+    config["tiers"] = [config["tiers"][0], store.tier()]
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        store.refuse_all()
+        handle = ckpt.save(2, state_of(2))
+        wait_until(lambda: handle.exception() is not None, "the tier is reported as failing")
+        store.heal_after_refusals(2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(called.is_set, "the drain has ended", timeout_s=60)
+        assert store.steps() == [1, 2]

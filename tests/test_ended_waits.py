@@ -1,8 +1,11 @@
-"""Waiting callers get an error if the coordinator fails, a tier hangs or the run is closed."""
+"""Waiting callers get an error if a tier hangs or fails, a thread cannot be started, Ctrl-C comes, or the run is
+closed."""
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,15 @@ from typing import Any
 import pytest
 
 import tierfall
+from tests.core.capture.lazy_help import Held, Trainer, lazy_save, warmed_up
+from tests.media import Medium
 from tests.steps import blank, refuse_threads, state_of, step_in, steps_on, wait_until
-from tierfall.core.flush.rates import TierThroughput
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.types.errors import (
     CapacityError,
+    CaptureError,
     ConfigError,
-    TierfallError,
+    FlushError,
     UnreachableError,
 )
 from tierfall.tiers.run_files import DecidedFolder
@@ -54,37 +60,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Gate]]:
     yield make
     for one in gates:
         one.opened.set()
-
-
-# A coordinator that breaks down ----------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_when_the_coordinator_breaks_down_whoever_waits_is_notified(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, gate: Callable[..., Gate]
-) -> None:
-    held = gate("commit")
-    ckpt = tierfall.open(make_config(max_wait="2s"))
-    handle = ckpt.save(1, state_of(1))
-    assert held.arrived.wait(PATIENCE_S)
-
-    def broken(self: TierThroughput, *words: Any) -> None:
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(TierThroughput, "on_ended", broken)
-    held.opened.set()
-    with pytest.raises(TierfallError, match=r"coordinator stopped.*a defect"):
-        handle.wait(timeout=PATIENCE_S)
-    for call in (
-        lambda: ckpt.save(2, state_of(2)),
-        lambda: ckpt.restore(blank()),
-        lambda: ckpt.pin(1),
-        ckpt.checkpoints,
-        ckpt.drain,
-        ckpt.close,
-    ):
-        with pytest.raises(TierfallError, match=r"coordinator stopped.*a defect"):
-            call()
 
 
 # A person's orders -----------------------------------------------------------------------------------
@@ -153,3 +128,54 @@ def test_a_second_one_with_other_memory_is_refused_too(
         with pytest.raises(ConfigError, match="a second Checkpointer of run 'run'"):
             tierfall.open(make_config(host={"folder": str(other)}))
         ckpt.save(1, state_of(1), block=True)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_on_error_raise_reaches_a_loop_that_saves_no_more(
+    make_config: MakeConfig, tmp_path: Path, slow_medium: Medium
+) -> None:
+    config = make_config(disk={}, slow={}, max_wait="0.3s", on_error="raise")
+    ckpt = tierfall.open(config)
+    slow_medium.fail("fsync", errno.EIO, times=10**9)
+    handle = ckpt.save(1, state_of(1))
+    wait_until(lambda: handle.exception() is not None, "it is reported")
+    with pytest.raises(FlushError, match="flush of 1@1 to slow"):
+        ckpt.close()
+    assert steps_on(tmp_path / "disk") == [1]
+
+
+def test_a_copy_that_never_fits_keeps_no_close_waiting(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    ckpt = tierfall.open(make_config(max_wait="60s", disk={}, small={"capacity": "400KiB"}))
+    ckpt.save(1, state_of(1), block=True)
+    ckpt.save(2, state_of(2, elements=200_000)).wait("disk")
+    began = time.monotonic()
+    ckpt.close()
+    assert time.monotonic() - began < 30
+    assert steps_on(tmp_path / "small") == [1]
+
+
+def test_an_interrupt_at_the_barrier_goes_through_and_its_image_is_never_sealed(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(copier: ImageCopier, *words: Any, **more: Any) -> bool:
+        raise KeyboardInterrupt
+
+    trainer, held = Trainer(), Held(monkeypatch)
+    held.free.set()
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(ImageCopier, "copy_next", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.step()
+            held.free.set()
+            with pytest.raises(CaptureError, match="interrupted"):
+                handle.captured(timeout=PATIENCE_S)
+        assert [info.step for info in ckpt.checkpoints()] == [1]
+        trainer.step()
+        ckpt.save(3, trainer.state, block=True)
+        assert [info.step for info in ckpt.checkpoints()] == [1, 3]

@@ -1,4 +1,5 @@
-"""The event log file: bounded, whole lines, and never blocks the code that emits an event."""
+"""The event log file: whole lines, and never blocks the code that emits an event; the events are those of
+docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -6,22 +7,31 @@ import errno
 import json
 import logging
 import os
+import re
 import threading
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.event_lines import last_events
+from tests.open_ranks import Opener, close_all
 from tests.steps import wait_until
+from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types import events
 from tierfall.core.types.events import Event
-from tierfall.core.types.values import CheckpointId
 from tierfall.telemetry import journal
 from tierfall.telemetry.journal import LogFile, LogTail, Subscriber, older_half
 
 MAX_BYTES = 64 << 10
+
+
+def last_events(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the last ``count`` events of a log, oldest first; none if there is no log."""
+    return list(deque(LogTail(path).read(), count))
 
 
 def event(number: int) -> Event:
@@ -78,40 +88,6 @@ def write(path: Path, count: int, *, first: int = 0) -> None:
 
 
 # What is written -------------------------------------------------------------------------------------
-
-
-def test_a_line_says_what_happened_when_and_to_whom(path: Path) -> None:
-    made = Log(path)
-    id = CheckpointId(400, 7)
-    made.put(
-        events.FlushDone(
-            at_s=1.5, id=id, tier="disk", bytes=9, seconds=float("inf"), sources={"host": 9}
-        )
-    )
-    made.close(5.0)
-    assert json.loads(path.read_text()) == {
-        "format": 1,
-        "wall_time_s": 1001.5,
-        "run": "r",
-        "rank": 0,
-        "kind": "flush_done",
-        "step": 400,
-        "attempt": 7,
-        "tier": "disk",
-        "bytes": 9,
-        "seconds": "inf",
-        "sources": {"host": 9},
-    }
-
-
-def test_the_file_is_bounded_and_keeps_the_newest(path: Path) -> None:
-    write(path, 3000)
-    sizes = [part.stat().st_size for part in (path, older_half(path))]
-    assert max(sizes) <= MAX_BYTES // 2
-    assert sum(p.stat().st_size for p in path.parent.iterdir()) <= MAX_BYTES
-    found = numbers(last_events(path, 10_000))
-    assert found == list(range(found[0], 3000))
-    assert len(found) > 200
 
 
 def test_a_file_that_was_moved_away_is_begun_anew(path: Path, log: Log) -> None:
@@ -232,3 +208,82 @@ def test_a_disk_that_hangs_holds_up_neither_events_nor_close(path: Path, disk: D
     assert log.lost >= 89, "ten wait, and one may be with the disk"
     log.close(0.05)
     disk.goes_on.set()
+
+
+# The events of a run --------------------------------------------------------------------------------
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+
+
+def kinds(path: Path) -> list[str]:
+    return [event["kind"] for event in last_events(path, 10_000)]
+
+
+def only(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in last_events(path, 10_000) if event["kind"] == kind]
+
+
+# The page --------------------------------------------------------------------------------------------
+
+
+KINDS = [
+    value
+    for value in vars(events).values()
+    if isinstance(value, type) and issubclass(value, events.Event) and value.kind
+]
+
+
+def members_of(kind: type[events.Event]) -> tuple[str, ...]:
+    """The members of a line of this kind, without ``kind``."""
+    own = (each.name for each in fields(kind) if each.name != "at_s")
+    return tuple(n for name in own for n in (("step", "attempt") if name == "id" else (name,)))
+
+
+def documented() -> dict[str, tuple[str, ...]]:
+    """The table of kinds: the members of each."""
+    table = PAGE.read_text().partition("\n### Kinds\n")[2].partition("|---|")[2]
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", table, flags=re.MULTILINE)
+    return {kind: tuple(re.findall(r"`(\w+)`", names)) for kind, names in rows}
+
+
+def test_the_page_lists_every_kind_with_its_members() -> None:
+    assert documented()
+    assert documented() == {kind.kind: members_of(kind) for kind in KINDS}
+
+
+def test_every_kind_of_event_has_a_name_of_its_own() -> None:
+    assert len({kind.kind for kind in KINDS}) == len(KINDS)
+
+
+# Several ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opener(tmp_path: Path, ranks: list[Ranks]) -> Opener:
+    return Opener(tmp_path, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [("events.jsonl", ["events.jsonl"]), ("e-{rank}.jsonl", ["e-0.jsonl", "e-1.jsonl"])],
+)
+def test_rank_0_writes_for_all_or_each_rank_a_file_of_its_own(
+    opener: Opener, tmp_path: Path, name: str, files: list[str]
+) -> None:
+    both = opener.all_open(events=str(tmp_path / "logs" / name))
+    handles = [
+        ckpt.save(1, {"w": torch.full((4,), float(rank)), "rng": None})
+        for rank, ckpt in enumerate(both)
+    ]
+    for handle in handles:
+        handle.wait(timeout=20)
+    close_all(both)
+    logs = sorted((tmp_path / "logs").iterdir())
+    assert [path.name for path in logs] == files
+    for rank, path in enumerate(logs):
+        assert {e["rank"] for e in last_events(path, 99)} == {rank}
+        assert {e["world_size"] for e in only(path, "opened")} == {2}
+        for kind in ("save_begun", "captured"):
+            assert [e["step"] for e in only(path, kind)] == [1], kind
+        assert sorted(e["tier"] for e in only(path, "committed")) == ["far", "nvme"]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import tierfall
+from tests.media import Medium
 from tests.steps import blank, state_of, step_in, steps_on
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -132,3 +133,22 @@ def test_memory_keeps_an_image_whose_record_on_disk_may_be_lost(
     with tierfall.open(config) as ckpt:
         (found,) = ckpt.checkpoints()
         assert found.copies["disk"].damage is None
+
+
+def test_a_failed_fsync_writes_the_copy_anew(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    slow_medium: Medium,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The pages of a failed fsync may be gone and clean: nothing of that file is ever used."""
+    with tierfall.open(make_config(disk={}, slow={})) as ckpt:
+        slow_medium.fail("fsync", errno.EIO, times=1)
+        handle = ckpt.save(1, state_of(1), block=True)
+        assert handle.outcome == "saved"
+        assert ckpt.statistics().flush_failures["slow"] == 1
+    assert len(slow_medium.struck) == 1
+    assert slow_medium.struck[0] not in slow_medium.passed
+    assert len(slow_medium.passed) == 3  # another image, its manifest, the commit record
+    assert "flush of 1@1 to slow failed (try 1)" in caplog.text
+    assert steps_on(tmp_path / "slow") == [1]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import tierfall
 from tests.core.ranks.threads import network
 from tests.open_ranks import Opener, close_all, restore_all
-from tests.steps import blank, state_of, step_in, steps_on
+from tests.steps import blank, save_steps, state_of, step_in, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
 from tierfall.core.types.errors import (
@@ -35,13 +35,6 @@ def tier(root: Path, name: str, **more: Any) -> dict[str, Any]:
 def chain(root: Path, *stored: dict[str, Any], memory: str = "memory") -> dict[str, Any]:
     host = {"name": "host", "kind": "host", "folder": str(root / memory)}
     return {"run": "run", "max_wait": "20s", "tiers": [host, *stored]}
-
-
-def save(config: dict[str, Any], *steps: int) -> None:
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        for step in steps:
-            ckpt.save(step, state_of(step), block=True)
 
 
 def restored(config: dict[str, Any], **more: Any) -> int | None:
@@ -68,7 +61,7 @@ def mount_again(folder: Path, away: Path) -> None:
 def test_another_node_learns_it_from_the_other_tiers(tmp_path: Path) -> None:
     """Its memory knows nothing: what the disk remembers of the shared file system counts."""
     tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
-    save(chain(tmp_path, *tiers), 1)
+    save_steps(chain(tmp_path, *tiers), 1)
     unmount(tmp_path / "pfs")
     with pytest.raises(
         RestoreError, match="tier pfs could not be read and may hold something newer"
@@ -82,7 +75,7 @@ def test_an_emptied_disk_of_this_node_is_no_first_start_until_somebody_says_so(
 ) -> None:
     """As often as it is opened."""
     config = chain(tmp_path, tier(tmp_path, "disk"))
-    save(config, 1)
+    save_steps(config, 1)
     away = unmount(tmp_path / "disk")
     for _ in range(2):
         with pytest.raises(RestoreError, match=r"Is a file system not mounted there.*forget disk"):
@@ -98,7 +91,7 @@ def test_an_emptied_disk_of_this_node_is_no_first_start_until_somebody_says_so(
 
 def test_a_start_that_begins_anew_takes_the_emptied_disk(tmp_path: Path) -> None:
     config = chain(tmp_path, tier(tmp_path, "disk"))
-    save(config, 1)
+    save_steps(config, 1)
     unmount(tmp_path / "disk")
     with tierfall.open(config, fresh=True) as ckpt:
         ckpt.save(7, state_of(7), block=True)
@@ -112,7 +105,7 @@ def test_what_an_emptied_disk_may_have_is_neither_passed_over_nor_deleted(
     """Another tier has some of it, or lost the newest. A start without it must be asked for."""
     pfs = tier(tmp_path, "pfs", shared=True, flush={"every": every})
     config = chain(tmp_path, tier(tmp_path, "disk", retain={"last": 3}), pfs)
-    save(config, 1, 2, 3, 4, 5)
+    save_steps(config, 1, 2, 3, 4, 5)
     for lost in (tmp_path / "pfs").glob("run/step-00000005-*"):
         shutil.rmtree(lost)
     (tmp_path / "pfs/run/latest").unlink()
@@ -138,6 +131,12 @@ def cli(root: Path, config: dict[str, Any], *words: str, typed: str | None = Non
     return CliRunner().invoke(app, [*words, "--config", str(path)], input=typed)
 
 
+def forget(root: Path, config: dict[str, Any], *names: str) -> None:
+    for name in names:
+        message = cli(root, config, "forget", name)
+        assert message.exit_code == 0, message.output
+
+
 def kept_in_memory(root: Path, config: dict[str, Any], step: int) -> None:
     """Save a step that stays in host memory alone, and is owed to every tier of ``config``."""
     seldom = [{**each, "flush": {"every": 100}} for each in config["tiers"][1:]]
@@ -150,7 +149,7 @@ def kept_in_memory(root: Path, config: dict[str, Any], step: int) -> None:
 @pytest.mark.parametrize("words", ["drain", "import", "copy", "rm"])
 def test_commands_write_nothing_under_a_mount_point_and_say_so(tmp_path: Path, words: str) -> None:
     config = chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
-    save(config, 1)
+    save_steps(config, 1)
     if words == "drain":
         kept_in_memory(tmp_path, config, 2)
     file = tmp_path / "model.pt"
@@ -176,7 +175,7 @@ def test_a_tier_that_is_away_is_not_forgotten_by_the_others(
 ) -> None:
     """On a machine that remembers nothing, and though nobody said that all nodes see it."""
     config = chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs"))
-    save(config, 1)
+    save_steps(config, 1)
     shutil.rmtree(tmp_path / "memory")
     real = PosixBackend.__init__
 
@@ -213,7 +212,7 @@ def test_memory_from_before_a_tier_was_emptied_on_purpose_begins_no_new_life(
     tmp_path: Path, how: str
 ) -> None:
     config = kept(tmp_path, tier(tmp_path, "disk"))
-    save(config, 1, 2)
+    save_steps(config, 1, 2)
     empty(tmp_path / "disk")
     if how == "forget":
         forget(tmp_path, config, "disk")
@@ -234,7 +233,7 @@ def test_memory_of_one_life_is_not_flushed_over_another_one(
     disk = tier(tmp_path, "disk", **({} if shared is None else {"shared": shared}))
     ours, theirs = kept(tmp_path, disk), kept(tmp_path, disk, memory="another-machine")
     for step in (100, 200, 500):
-        save(ours, step)
+        save_steps(ours, step)
     if loses_disk:
         with tierfall.open({**ours, "max_wait": "1s"}) as ckpt:
             ckpt.restore(blank())
@@ -244,7 +243,7 @@ def test_memory_of_one_life_is_not_flushed_over_another_one(
         shutil.rmtree(tmp_path / "disk")
     if shared:
         (tmp_path / "disk").mkdir()
-    save(theirs, 1)
+    save_steps(theirs, 1)
     with pytest.raises((ConfigError, RestoreError)):
         restored(ours)
     forget(tmp_path, ours, "disk")
@@ -257,7 +256,7 @@ def test_memory_of_one_life_is_not_flushed_over_another_one(
 def test_memory_is_of_no_other_life_while_a_tier_could_not_be_read(tmp_path: Path) -> None:
     """What is not mounted may know it: nothing tells to discard it."""
     config = kept(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
-    save(config, 1, 2)
+    save_steps(config, 1, 2)
     empty(tmp_path / "disk")
     away = unmount(tmp_path / "pfs")
     with pytest.raises(RestoreError, match="Is a file system not mounted there"):
@@ -276,7 +275,7 @@ def another_life(folder: Path, step: int) -> None:
     """Put a run of the same name, of which nobody here knows, in the place of a tier."""
     shutil.rmtree(folder)
     root = folder.with_name("elsewhere")
-    save(chain(root, tier(root, "pfs", shared=True)), step)
+    save_steps(chain(root, tier(root, "pfs", shared=True)), step)
     (root / "pfs").rename(folder)
     shutil.rmtree(root)
 
@@ -290,7 +289,7 @@ def test_another_file_system_in_a_tiers_place_is_not_that_tier(
         pytest.skip("a node's own disk may be another one after a restart of the machine")
     pfs = tier(tmp_path, "pfs", **({} if shared is None else {"shared": shared}))
     config = chain(tmp_path, *([tier(tmp_path, "disk")] if remembers == "tier" else []), pfs)
-    save(config, 1, 2)
+    save_steps(config, 1, 2)
     if remembers == "tier":
         shutil.rmtree(tmp_path / "memory")
     right = tmp_path / "right"
@@ -299,26 +298,16 @@ def test_another_file_system_in_a_tiers_place_is_not_that_tier(
     with pytest.raises(RestoreError, match=r"has another id in run/tier\.json"):
         restored(config)
     assert steps_on(tmp_path / "pfs") == [300]
-    path = tmp_path / "tiers.yaml"
-    path.write_text(json.dumps(config))
-    assert CliRunner().invoke(app, ["ls", "--config", str(path)]).exit_code != 0
+    assert cli(tmp_path, config, "ls").exit_code != 0
     shutil.rmtree(tmp_path / "pfs")
     right.rename(tmp_path / "pfs")
     assert restored(config) == 2
 
 
-def forget(root: Path, config: dict[str, Any], *names: str) -> None:
-    path = root / "tiers.yaml"
-    path.write_text(json.dumps(config))
-    for name in names:
-        message = CliRunner().invoke(app, ["forget", name, "--config", str(path)])
-        assert message.exit_code == 0, message.output
-
-
 def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(tmp_path: Path) -> None:
     """The path may be wrong; the way to say that it is not is named, and holds."""
     disk = tier(tmp_path, "disk", flush={"every": 2})
-    save(chain(tmp_path, disk, tier(tmp_path, "pfs", shared=True)), 1, 2, 3)
+    save_steps(chain(tmp_path, disk, tier(tmp_path, "pfs", shared=True)), 1, 2, 3)
     moved = {**tier(tmp_path, "elsewhere", shared=True), "name": "pfs"}
     config = chain(tmp_path, disk, moved, memory="another-nodes")
     for _ in range(2):
@@ -339,7 +328,7 @@ def test_a_tier_under_another_name_that_is_not_mounted_is_not_a_new_one(
 ) -> None:
     disk = tier(tmp_path, "disk", flush={"every": 2})
     pfs = tier(tmp_path, "pfs", shared=True)
-    save(chain(tmp_path, disk, pfs), 1, 2, 3)
+    save_steps(chain(tmp_path, disk, pfs), 1, 2, 3)
     (tmp_path / "link").symlink_to("pfs")
     pfs["name"] = "lustre"
     if how == "both":
@@ -358,7 +347,7 @@ def test_tiers_that_have_changed_places_are_not_looked_at(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else the rules of the small one would be applied to the other."""
-    save(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1, 2)
+    save_steps(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1, 2)
     disk = {**tier(tmp_path, "pfs", retain={"last": 1}), "name": "disk"}
     pfs = {**tier(tmp_path, "disk", shared=True), "name": "pfs"}
     config = chain(tmp_path, disk, pfs, memory="another-nodes")
@@ -373,7 +362,7 @@ def test_tiers_that_have_changed_places_are_not_looked_at(
 
 
 def test_a_tier_may_be_renamed_while_it_is_there(tmp_path: Path) -> None:
-    save(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1)
+    save_steps(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1)
     pfs = {**tier(tmp_path, "pfs", shared=True), "name": "lustre"}
     for _ in range(2):
         assert restored(chain(tmp_path, tier(tmp_path, "disk"), pfs)) == 1
@@ -423,7 +412,7 @@ def test_what_was_begun_before_its_tier_was_mounted_again_is_not_published(tmp_p
 
 def test_another_folder_in_its_place_in_mid_run_gets_nothing(tmp_path: Path) -> None:
     """A tier of another run's, or of another disk."""
-    save(chain(tmp_path, tier(tmp_path, "other"), memory="other-memory"), 7)
+    save_steps(chain(tmp_path, tier(tmp_path, "other"), memory="other-memory"), 7)
     backend = PosixBackend(tmp_path / "disk")
     with backend.create("run/tier.json") as writer:
         data = (tmp_path / "other/run/tier.json").read_bytes()
@@ -449,18 +438,18 @@ def test_a_shared_tier_whose_mount_point_is_missing_is_not_created_here(tmp_path
         restored(config, unreachable="ignore")
     assert not (tmp_path / "mnt").exists()
     folder.parent.mkdir(parents=True)
-    save(config, 1)
+    save_steps(config, 1)
     assert steps_on(folder) == [1]
 
 
 def test_a_copy_of_a_tiers_folder_is_another_tier_without_its_id(tmp_path: Path) -> None:
-    save(chain(tmp_path, tier(tmp_path, "one")), 1, 2)
+    save_steps(chain(tmp_path, tier(tmp_path, "one")), 1, 2)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     config = chain(tmp_path, tier(tmp_path, "one"), tier(tmp_path, "two", shared=True))
     with pytest.raises(ConfigError, match=r"of a copy, delete run/tier\.json"):
         tierfall.open(config)
     (tmp_path / "two/run/tier.json").unlink()
-    save(config, 3)
+    save_steps(config, 3)
     assert steps_on(tmp_path / "two") == [1, 2, 3]
 
 

@@ -37,9 +37,8 @@ def test_a_handler_that_was_put_in_ours_place_stays_and_goes_on_through_ours(
 ) -> None:
     told: list[str] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: told.append("first"))
-    with tierfall.open(
-        {**make_config(), "interval": {"every": 10**6, "on_signal": ["SIGUSR1"]}}
-    ) as ckpt:
+    config = {**make_config(), "interval": {"every": 10**6, "on_signal": ["SIGUSR1"]}}
+    with tierfall.open(config) as ckpt:
         ours = signal.getsignal(signal.SIGUSR1)
         assert callable(ours)
 
@@ -52,6 +51,10 @@ def test_a_handler_that_was_put_in_ours_place_stays_and_goes_on_through_ours(
     assert signal.getsignal(signal.SIGUSR1) is theirs
     os.kill(os.getpid(), signal.SIGUSR1)
     assert told == ["theirs", "first"]
+    with tierfall.open(config):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert told == ["theirs", "first"] * 2, "ours is in the chain twice"
+    assert signal.getsignal(signal.SIGUSR1) is theirs
 
 
 def test_an_open_that_fails_leaves_signals_as_they_were(make_config: MakeConfig) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import forked
-from tests.core.ranks.processes import PATIENCE_S, serve
+from tests.core.ranks.processes import serve
 from tierfall.config import Config
 from tierfall.core.types.errors import ConfigError, RanksError
 from tierfall.launch import launcher
@@ -105,39 +103,3 @@ def test_the_others_are_waited_for_as_long_as_max_wait(env: Any, rank: int, mess
     env(WORLD_SIZE=2, RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port)
     with pytest.raises(RanksError, match=f"{message} within 1 s"):
         launcher.find_ranks(config())
-
-
-LIVES = """
-import os, sys
-from tierfall.config import Config
-from tierfall.launch.launcher import _bootstrap, find_ranks
-stale = os.environ["RANK"] == "0" and _bootstrap().check(["tierfall/run/address"])
-config = Config.model_validate({"run": "run", "max_wait": "30s", "tiers": "./checkpoints"})
-ranks = find_ranks(config)
-life = os.environ["TORCHELASTIC_RESTART_COUNT"]
-agreed = ranks.agree("open", life, lambda bodies: list(bodies.values()), object)
-with open(f"{sys.argv[1]}/{life}-{os.environ['RANK']}", "w") as file:
-    file.write(f"{agreed} {ranks.topology.nodes} {stale}")
-if life == "0":
-    sys.exit(1)
-ranks.close(30.0)
-"""
-
-
-@pytest.mark.torture
-def test_ranks_of_torchrun_meet_and_meet_again_after_a_restart(tmp_path: Path) -> None:
-    """In every run of the tests: tests/distributed/test_elastic.py.
-
-    In their second life they find the first one's address in the agent's store, which has outlived them."""
-    script = tmp_path / "lives.py"
-    script.write_text(LIVES)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "1", "--monitor-interval", "0.1", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", str(script), str(tmp_path)]
-    done = forked.run(command, timeout=4 * PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    for life in "01":
-        for rank in "01":
-            output = (tmp_path / f"{life}-{rank}").read_text()
-            stale = (life, rank) == ("1", "0")
-            assert output == f"['{life}', '{life}'] ((0, 1),) {stale}"

@@ -255,27 +255,6 @@ def test_no_private_name_of_another_object_is_used() -> None:
     assert uses == MAY_USE_PRIVATE
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "ckpt._session.ask(f)",
-        "self._ckpt._session = 1",
-        "from tierfall.run.open_run import _check_first",
-        "getattr(ckpt, '_session')",
-        "setattr(ckpt, '_session', None)",
-    ],
-)
-def test_a_private_use_is_found(source: str) -> None:
-    assert len(private_uses(source)) == 1
-
-
-@pytest.mark.parametrize(
-    "source", ["self._session", "super()._open(path)", "cls._make()", "x.__dict__", "x.y"]
-)
-def test_an_own_private_name_is_allowed(source: str) -> None:
-    assert private_uses(source) == []
-
-
 def lines_of_rooms() -> dict[tuple[str, ...], int]:
     """Count the lines of each room; a module belongs to the first one that has its folder."""
     lines = dict.fromkeys(LINES, 0)
@@ -343,19 +322,6 @@ def test_room_is_linked_into_the_package(room: str) -> None:
 )
 def test_an_import_that_goes_up_is_found(folder: str, source: str) -> None:
     assert any(goes_up(folder, imported) for imported in imported_folders(source, folder))
-
-
-@pytest.mark.parametrize(
-    ("folder", "source"),
-    [
-        ("tierfall.core.format", "from tierfall.core.types import keys"),
-        ("tierfall.core.types", "from . import keys"),
-        ("tierfall.tiers", "from tierfall.core.types.backend import Backend"),
-        ("tierfall.backends", "import tierfallen, time, os, torch"),
-    ],
-)
-def test_an_import_that_goes_down_is_allowed(folder: str, source: str) -> None:
-    assert not any(goes_up(folder, imported) for imported in imported_folders(source, folder))
 
 
 # The contract's tests --------------------------------------------------------------------------------
@@ -452,20 +418,3 @@ def test_a_test_of_the_contract_uses_public_names_alone(path: Path) -> None:
 )
 def test_an_internal_use_is_found(source: str) -> None:
     assert [*internal_uses(source)]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import tierfall\nwith tierfall.open('tiers.yaml') as ckpt:\n    tierfall.errors.StepError",
-        "from tierfall.errors import ConfigError, StepError",
-        "from tierfall.policies import register\nfrom tierfall.backends import toolkit",
-        "from tierfall.integrations.dcp import TierWriter",
-        "folder / 'tierfall.json'",
-        "tierfall.Config.model_json_schema()",
-        "from tests.contract.kit import Place\nfrom tests import forked",
-        "CODE = 'import tierfall; tierfall.load(1)'",
-    ],
-)
-def test_a_public_use_is_allowed(source: str) -> None:
-    assert [*internal_uses(source)] == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tierfall
-from tests.steps import blank, open_elsewhere, state_of, step_in, steps_on
+from tests.steps import blank, open_elsewhere, save_steps, state_of, step_in, steps_on
 from tierfall.core.types.errors import FencedError, UnreachableError
 from tierfall.setup import tiers
 
@@ -25,13 +25,6 @@ def listed(ckpt: tierfall.Checkpointer) -> dict[str, bool]:
 
 def names_on(root: Path) -> list[str]:
     return sorted(path.parent.name for path in (root / "run").glob("step-*/commit.json"))
-
-
-def save_steps(config: dict[str, Any], steps: range) -> None:
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        for step in steps:
-            ckpt.save(step, state_of(step), block=True)
 
 
 # A start that does not know that it is over ------------------------------------------------------
@@ -102,7 +95,7 @@ def restored(config: dict[str, Any], **request: Any) -> tuple[str, int]:
 
 def test_a_start_that_saved_nothing_leaves_nothing_behind(make_config: MakeConfig) -> None:
     config = make_config()
-    save_steps(config, range(1, 4))
+    save_steps(config, 1, 2, 3)
     assert restored(config, step=1) == ("1@1", 1)
     assert restored(config) == ("3@1", 3)
 
@@ -130,8 +123,8 @@ def test_what_goes_on_without_a_tier_comes_after_what_was_saved_there_meanwhile(
         pfs={"shared": True},
         host={"folder": str(tmp_path / "other-memory")},
     )
-    save_steps(here, range(1, 3))
-    save_steps(there, range(3, 6))
+    save_steps(here, 1, 2)
+    save_steps(there, 3, 4, 5)
     with monkeypatch.context() as patch:
         away("pfs", patch)
         with tierfall.open(here) as ckpt:
@@ -189,7 +182,7 @@ def test_the_newer_life_of_a_lower_number_is_abandoned_until_the_run_goes_on_fro
     config = make_config(nvme={}, pfs={"shared": True})
     elsewhere = make_config(nvme={"path": str(tmp_path / "b")}, pfs={"shared": True})
     elsewhere["tiers"][0]["folder"] = str(tmp_path / "memory-of-b")
-    save_steps(config, range(1, 3))
+    save_steps(config, 1, 2)
     with pytest.MonkeyPatch.context() as patch:
         away("pfs", patch)
         with tierfall.open(config) as ckpt:

@@ -1,12 +1,10 @@
-"""A run with thousands of checkpoints opens and restores by a few requests beside its listing. Commit records of old
-checkpoints are read in the background; what was not read is never deleted."""
+"""A run with thousands of checkpoints, whose old commit records are read in the background: what is restored, and what
+a tier is owed, does not depend on when. Requests, and deletions: test_many_checkpoints_of_ranks.py."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,7 @@ import pytest
 
 import tierfall
 from tests.shelf import Shelf
-from tests.steps import blank, state_of, step_in, wait_until
-from tierfall.backends import toolkit
+from tests.steps import blank, state_of, step_in
 from tierfall.core.format.commit_files import document_file
 from tierfall.core.format.records import parse_commit, parse_manifest
 from tierfall.core.types.keys import manifest_name
@@ -74,117 +71,6 @@ def many(config: dict[str, Any], shelf: Shelf, count: int) -> None:
         ckpt.save(count, state_of(count), block=True)
 
 
-@contextmanager
-def held(shelf: Shelf, part: str) -> Iterator[threading.Event]:
-    """Keep reads of keys with ``part`` in them waiting. Yields what is set once one waits."""
-    waiting, go = threading.Event(), threading.Event()
-
-    def on_read(key: str) -> None:
-        if part in key:
-            waiting.set()
-            assert go.wait(60)
-
-    shelf.on_read = on_read
-    try:
-        yield waiting
-    finally:
-        shelf.on_read = bool
-        go.set()
-
-
-def test_open_and_restore_of_1000_checkpoints_read_a_few_objects(
-    config: dict[str, Any], shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config["chunk"] = "1MiB"  # the image is one chunk
-    many(config, shelf, 1000)
-    monkeypatch.setattr("tierfall.run.session.AFTER_S", 60.0)  # the others are read once needed
-    shelf.asked.clear()
-    ckpt = tierfall.open(config)
-    state = blank()
-    report = ckpt.restore(state)
-    asked = shelf.asked.total() - shelf.asked["run/"]
-    assert report is not None
-    assert step_in(state) == 1000
-    # beside these: the pages of two listings
-    assert asked <= 15, shelf.asked
-    assert len(ckpt.checkpoints()) == 1000
-    ckpt.close()
-
-
-def test_nothing_is_deleted_before_every_record_was_read(
-    make_config: MakeConfig, shelf: Shelf
-) -> None:
-    many(with_store(make_config()), shelf, MANY)
-    config = with_store(make_config(), retain={"last": 1})
-    with held(shelf, "step-00000001-") as waiting:
-        ckpt = tierfall.open(config)
-        state = blank()
-        ckpt.restore(state)
-        saving = threading.Thread(target=lambda: ckpt.save(MANY + 1, state_of(MANY + 1)))
-        saving.start()
-        assert waiting.wait(30)
-        assert saving.is_alive()
-        assert shelf.steps() == [*range(1, MANY + 1)]
-    saving.join(30)
-    ckpt.drain()
-    wait_until(lambda: shelf.steps() == [MANY + 1], what="the newest stays")
-    ckpt.close()
-
-
-def test_a_checkpoint_whose_record_cannot_be_read_stays(
-    make_config: MakeConfig, shelf: Shelf, impatient: None
-) -> None:
-    many(with_store(make_config()), shelf, MANY)
-    config = with_store(make_config(), retain={"last": 1})
-    shelf.refused["step-00000007-a0001/commit.json"] = toolkit.UnreachableError
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        ckpt.save(MANY + 1, state_of(MANY + 1), block=True)
-        ckpt.drain()
-        wait_until(lambda: shelf.steps() == [7, MANY + 1], what="two stay")
-
-
-def test_what_a_silent_tier_has_stays_and_is_read_by_the_next_start(
-    make_config: MakeConfig,
-    shelf: Shelf,
-    impatient: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    many(with_store(make_config()), shelf, MANY)
-    monkeypatch.setattr("tierfall.run.session.AFTER_S", 60.0)
-    config = with_store(make_config(), retain={"last": 1})
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        shelf.refused["run/latest"] = toolkit.UnreachableError
-        assert ckpt.checkpoints()[-1].step == MANY
-        shelf.refused.clear()
-        ckpt.save(MANY + 1, state_of(MANY + 1), block=True)
-        ckpt.drain()
-    assert "the commit records of old checkpoints could not be read" in caplog.text
-    assert shelf.steps()[:-1] == [*range(1, MANY)]
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        ckpt.save(MANY + 2, state_of(MANY + 2), block=True)
-        ckpt.drain()
-        wait_until(lambda: shelf.steps() == [MANY + 2], what="the newest stays")
-
-
-def test_a_restore_goes_on_with_what_was_not_read_if_the_newest_are_damaged(
-    config: dict[str, Any], shelf: Shelf
-) -> None:
-    many(config, shelf, MANY)
-    for step in range(MANY - 4, MANY + 1):
-        image = next(key for key in shelf.of_step(step) if ".safetensors" in key)
-        shelf.values[image] = bytes(len(shelf.values[image]))
-    with tierfall.open(config) as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-    assert report is not None
-    assert (report.step, step_in(state)) == (MANY - 5, 1)
-    assert {each.id.step for each in report.fallbacks if each.id} == {*range(MANY - 4, MANY + 1)}
-
-
 def test_a_rollback_without_a_record_of_how_it_began_is_what_a_run_continues_from(
     config: dict[str, Any], shelf: Shelf
 ) -> None:
@@ -217,19 +103,6 @@ def test_a_damaged_record_hides_no_rollback_that_only_it_and_one_not_read_tell_o
         state = blank()
         ckpt.restore(state)
     assert step_in(state) == 11
-
-
-def test_each_step_can_be_named_at_once(config: dict[str, Any], shelf: Shelf) -> None:
-    many(config, shelf, MANY)
-    with tierfall.open(config) as ckpt:
-        report = ckpt.restore(blank(), step=5)
-        assert report is not None
-        assert report.step == 5
-    with tierfall.open(config) as ckpt:
-        ckpt.pin(6)
-        assert [info.step for info in ckpt.checkpoints() if info.pinned] == [6]
-    with tierfall.open(config) as ckpt:
-        assert len(ckpt.checkpoints()) == MANY
 
 
 def test_what_a_second_tier_is_owed_does_not_depend_on_when_records_are_read(

@@ -20,8 +20,7 @@ from tests.test_many_checkpoints import MANY, multiply
 from tierfall.backends import toolkit
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.types.errors import ConfigError
-from tierfall.run import closing, open_run, session
+from tierfall.run import closing, session
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.setup.start import Start
@@ -127,21 +126,6 @@ def test_rank_0_lists_and_reads_1000_checkpoints_for_all_ranks(
     assert known(opened) == [[*range(1, 1002)]] * len(ranks)
     assert [one.checkpoints()[-1].ordinal for one in opened] == [1001] * len(ranks)
     close_all(opened)
-
-
-def test_a_rank_that_cannot_open_ends_the_open_of_all_ranks_at_once(
-    run: Run, shelf: Shelf, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(config: Config) -> None:
-        if config.host.folder == run.folder / "b/memory":
-            raise ConfigError("on purpose")
-
-    monkeypatch.setattr(open_run, "_check_first", refuse)
-    began_s = time.monotonic()
-    with pytest.raises(AssertionError) as caught:
-        run.open(ranks)
-    assert time.monotonic() - began_s < 5.0
-    assert str(caught.value).count("on purpose") == len(ranks)
 
 
 def test_a_node_that_can_read_nothing_there_learns_what_is_there_and_restores_it(

@@ -1,9 +1,10 @@
-"""Memory for one image, which has one that is never flushed: the next save takes its room, unless it is the only copy
-of what this start was restored from."""
+"""How much room memory has: an image that is never flushed gives way, unless it is the only copy of what this start was
+restored from; without a capacity memory grows with the state."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +75,30 @@ def test_without_room_beside_images_of_other_ranks_a_warning_has_the_ways_out(
         ckpt.save(2, state, block=True)
 
 
-def test_what_was_restored_gives_way_once_memory_has_a_newer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+# Memory ----------------------------------------------------------------------------------------------
+
+
+def test_memory_grows_when_the_optimizer_state_appears_after_the_first_save(
+    make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = two_ranks_leave("450KiB", tmp_path, monkeypatch)
-    config["tiers"][0]["when_full"] = "wait"
-    for tier in config["tiers"][1:]:
-        tier["bandwidth"] = "300kB/s"  # step 2 is still on its way when step 3 wants its room
-    state = states(2)[0]
+    model = torch.nn.Linear(100, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    config = make_config()
+    del config["tiers"][0]["capacity"]
     with tierfall.open(config) as ckpt:
-        ckpt.restore(state, skip=["w"])
-        for step in (2, 3):
-            ckpt.save(step, state).captured(SOON_S)
-        assert ckpt.statistics().skipped_saves == 0
-    assert [
-        text for text in caplog.messages if "the part of 1@1 that an earlier start left" in text
-    ]
-    assert not [text for text in caplog.messages if "no room beside 1@1" in text]
+        small = ckpt.save(1, state, block=True)
+        before = ckpt.statistics().capacity_bytes["host"] or 0
+        model(torch.randn(2, 100)).sum().backward()
+        optimizer.step()
+        large = ckpt.save(2, state, block=True)
+        assert large.stats.bytes > 2 * small.stats.bytes - 70_000
+        after = ckpt.statistics().capacity_bytes["host"] or 0
+        assert after >= 2 * large.stats.bytes > before  # the next capture need not wait for a flush
+    loaded = tierfall.load(tmp_path / "disk", step=2)
+    assert torch.equal(
+        loaded["optimizer"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )

@@ -19,8 +19,7 @@ import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import kill_all
 from tests.rank_kit import config_of
-from tests.steps import wait_until
-from tests.test_bad_input import in_a_child
+from tests.steps import in_a_child, wait_until
 from tierfall.config import Config
 from tierfall.config.model import MetricsSection
 from tierfall.core.ranks.ranks import Ranks

@@ -1,4 +1,5 @@
-"""Mistakes that people make in calls: each answer has the place, and what was expected or to do."""
+"""Mistakes that people make in calls: each answer has the place, and what was expected or to do, and ends at the user's
+line."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import random
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,11 +18,12 @@ from torch import nn
 
 import tierfall
 from tierfall.errors import TierfallError
+from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
 
 REMEDIES = re.compile(
     "expected|did you mean|belongs|it is a key|remove|put it in quotes|set it|write|add |indented|keep|first|must be|"
     "there are|not known|nearest|leave it out|save |close it|open another|is not a device|has a codec|register_codec|"
-    "is not one of|names no|holds no|only=|resize=|wait.timeout|put the object itself"
+    "is not one of|names no|holds no|only=|resize=|wait.timeout|put the object itself|is not a type|for a |check "
 )
 
 
@@ -119,6 +122,25 @@ CALLS: dict[str, Callable[[Run], object]] = {
     "wait_captured with text": lambda r: r.ckpt.wait_captured("1"),  # type: ignore[arg-type]
     "a codec of int": lambda r: tierfall.register_codec(int, "i", str, int),
     "a codec without a name": lambda r: tierfall.register_codec(Run, "", str, int),
+    "a codec of None": lambda r: tierfall.register_codec(None, "x", str, str),  # type: ignore[arg-type]
+    "a step as a tensor": lambda r: r.ckpt.save(torch.tensor([1, 2]), r.state),  # type: ignore[arg-type]
+    "maybe_save with a step as a tensor": lambda r: r.ckpt.maybe_save(torch.tensor([1, 2]), r.state),  # type: ignore[arg-type]
+    "restore a step as a tensor": lambda r: r.ckpt.restore(r.state, step=torch.tensor([1, 2])),  # type: ignore[arg-type]
+    "None as tags": lambda r: r.ckpt.save(60, r.state, tags=None),  # type: ignore[arg-type]
+    "retype as a number": lambda r: r.ckpt.restore(r.state, retype=5),  # type: ignore[arg-type]
+    "resize as a number": lambda r: r.ckpt.restore(r.state, resize=5),  # type: ignore[arg-type]
+    "load only a number": lambda r: r.ckpt.load(only=5),  # type: ignore[arg-type]
+    "load only an unknown name": lambda r: r.ckpt.load(only=["x"]),
+    "load with None as resume": lambda r: r.ckpt.load(resume=None),  # type: ignore[arg-type]
+    "open a web page": lambda r: tierfall.open("https://x"),
+    "open below a file": lambda r: tierfall.open({"run": "other", "tiers": "/dev/null/folder"}),
+    "read a pointer of None": lambda r: tierfall.read_pointer(None),  # type: ignore[arg-type]
+    "write a pointer to a number": lambda r: r.ckpt.write_pointer(5, 50),  # type: ignore[arg-type]
+    "a TierWriter of None": lambda r: TierWriter(None, step=60),  # type: ignore[arg-type]
+    "a TierWriter with None as tags": lambda r: TierWriter(r.ckpt, step=60, tags=None),  # type: ignore[arg-type]
+    "a TierReader of None": lambda r: TierReader(None),  # type: ignore[arg-type]
+    "a LazyStager of None": lambda r: LazyStager(None),  # type: ignore[arg-type]
+    "a LazyStager without a TierWriter": lambda r: LazyStager(r.ckpt).stage({}),
     "item that never changes": lambda r: tierfall.item(r.model, changes="never"),
     "item of an unknown resize": lambda r: tierfall.item(r.model, on_resize="x"),
 }  # fmt: skip
@@ -132,5 +154,7 @@ def test_a_call_that_cannot_be_meant_is_answered_by_what_was_expected(what: str,
     message = str(caught.value)
     assert REMEDIES.search(message), message
     assert len(message.splitlines()[0]) <= 400
+    frames = [f for f in traceback.extract_tb(caught.tb) if f.filename != __file__]
+    assert len(frames) == 1, frames
     assert all(map(torch.equal, before, run.model.parameters()))
     assert [info.step for info in run.ckpt.checkpoints()] == [50]

@@ -18,7 +18,7 @@ import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import close_all
 from tests.shelf import Shelf
-from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tests.steps import blank, save_steps, state_of, step_in, steps_on, wait_until
 from tierfall.backends import toolkit
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
@@ -43,41 +43,18 @@ def config(make_config: MakeConfig, shelf: Shelf, impatient: None) -> dict[str, 
     return config
 
 
-def save(config: dict[str, Any], *steps: int) -> None:
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank(), unreachable="ignore")
-        for step in steps:
-            ckpt.save(step, state_of(step), block=True)
-
-
 def two_steps(config: dict[str, Any], *, retain: int = 2) -> None:
     """Save steps 1 and 2, which stay."""
     kept = {**config["tiers"][1], "retain": {"last": retain}}
-    save({**config, "tiers": [config["tiers"][0], kept, *config["tiers"][2:]]}, 1, 2)
+    save_steps(
+        {**config, "tiers": [config["tiers"][0], kept, *config["tiers"][2:]]},
+        1,
+        2,
+        unreachable="ignore",
+    )
 
 
 # Whatever the store says -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_ignoring_it_goes_on_with_an_older_step_and_deletes_nothing_of_it(
-    file: str, config: dict[str, Any], shelf: Shelf
-) -> None:
-    two_steps(config)
-    newest = shelf.of_step(2)
-    shelf.refused = {f"step-00000002-a0001/{file}": toolkit.AccessDeniedError}
-    with tierfall.open(config) as ckpt:
-        report = ckpt.restore(blank(), unreachable="ignore")
-        assert report is not None
-        assert report.step == 1
-        assert any("2@1" in each.what for each in report.fallbacks)
-        for step in (3, 4, 5):
-            ckpt.save(step, state_of(step), block=True)
-        wait_until(lambda: shelf.steps() == [2, 5], "the rules delete what could be read")
-        ckpt.drain(10.0)
-    assert shelf.of_step(2) == newest
-    shelf.refused = {}
-    assert step_in(tierfall.load(config, step=2, attempt=1)) == 2
 
 
 @pytest.mark.parametrize("file", ["commit.json", "rank-00000-of-00001.json"])

@@ -153,29 +153,6 @@ def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_m
         assert torch.equal(tierfall.load(alone, step=step)["w"], large(step, mib=12)["w"])
 
 
-# What is left behind ----------------------------------------------------------------------------------
-
-
-def test_a_run_that_is_closed_in_mid_flush_is_finished_by_the_next_start(
-    with_store: Make, s3_server: SeaweedFS, bucket: str
-) -> None:
-    config = with_store(
-        {"bandwidth": "4MB/s"}, chunk="1MiB", max_wait="1s", host={"capacity": "128MiB"}
-    )
-    config["tiers"] = [config["tiers"][0], config["tiers"][-1]]
-    ckpt = tierfall.open(config)
-    ckpt.save(1, large(1, mib=24))
-    wait_until(lambda: sent_bytes(ckpt) > 6 * MIB, "it is on its way", PATIENCE_S)
-    assert len(uploads_on(s3_server, bucket)) == 1
-    ckpt.close()  # what a thread that is still sending leaves behind, the next start collects
-    config["tiers"][-1].pop("bandwidth")
-    with tierfall.open(config) as again:
-        assert again.restore(state := large(9, mib=24)) is not None
-        assert again.drain().left == ()
-    assert torch.equal(state["w"], large(1, mib=24)["w"])
-    assert uploads_on(s3_server, bucket) == []
-
-
 # Memory -----------------------------------------------------------------------------------------------
 
 MEMORY = """

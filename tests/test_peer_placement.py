@@ -1,8 +1,10 @@
 """Which nodes keep the copies of a node's images: as many as ``copies``, apart by ``spread``; what cannot be placed so
-is an error on all ranks. Each rank is a thread of this process."""
+is an error on all ranks; which losses they survive. Each rank is a thread of this process."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,8 +21,11 @@ from tierfall.core.ranks.domains import node_name
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.view import PeerSurvival, SurvivalChance
+from tierfall.policies.placement import place_copies
 from tierfall.setup import peers
 from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
+from tierfall.telemetry.reports import describe_peer_survival
 from tierfall.tiers.image_file import IMAGE_START
 
 
@@ -140,3 +145,55 @@ def test_images_travel_on_the_network_that_is_named(tmp_path: Path, interface: s
             image.write_chunks(0, 0, memoryview(b"sent"))
             (arrived,) = tmp_path.glob("peers-1/**/*.image")
             assert arrived.read_bytes()[IMAGE_START : IMAGE_START + 4] == b"sent"
+
+
+# Scale ----------------------------------------------------------------------------------------------
+
+
+RANKS, LOCAL = 10_000, 8
+NODES = RANKS // LOCAL
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("nodes", [NODES, NODES - 1, NODES - 3])
+@pytest.mark.parametrize("rack", [1, 16])
+def test_copies_of_ten_thousand_ranks_are_placed_within_a_second(
+    nodes: int, copies: int, rack: int
+) -> None:
+    domains = [f"rack {node // rack}" for node in range(nodes)]
+    began = time.thread_time()
+    placed = place_copies(domains, copies)
+    seconds = time.thread_time() - began
+    assert seconds < 1.0
+    kept = Counter(holder for _, *others in placed.holders for holder in others)
+    assert {*kept.values()} == {copies}, "each node keeps so many others' images"
+    assert not placed.crowded
+
+
+# What is told of it ---------------------------------------------------------------------------------
+
+
+def chance(losses: int, probability: float, *, exact: bool = True) -> SurvivalChance:
+    return SurvivalChance(losses=losses, probability=probability, exact=exact)
+
+
+@pytest.mark.parametrize(
+    ("certain", "chances", "text"),
+    [
+        (1, [chance(1, 1), chance(2, 14 / 15), chance(3, 0.8)],
+         "the loss of any 1 node; of 2 with 93.3%, of 3 with 80%"),
+        (2, [chance(1, 1), chance(2, 1), chance(3, 1 - 1e-15)],
+         "the loss of any 2 nodes; of 3 with 99.9%"),
+        (1, [chance(1, 1), chance(2, 0.61, exact=False), chance(3, 0, exact=False)],
+         "the loss of any 1 node; of 2 with at least 61%"),
+        (1, [chance(1, 1), chance(2, 0)], "the loss of any 1 node"),
+        (0, [chance(1, 0)], "no loss of a node for certain"),
+    ],
+)  # fmt: skip
+def test_losses_of_nodes_are_never_rounded_up(
+    certain: int, chances: list[SurvivalChance], text: str
+) -> None:
+    found = PeerSurvival(
+        tier="peers", step=1200, attempt=3, certain=certain, chances=tuple(chances)
+    )
+    assert describe_peer_survival(found) == f"peers: 1200@3 survives {text}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.core.ranks.threads import network, on_all
-from tests.open_ranks import kill_all, restore_all
+from tests.open_ranks import kill_all
 from tests.steps import wait_until
 from tierfall.config import Config
 from tierfall.core.format.decided import Word
@@ -25,7 +25,6 @@ from tierfall.tiers.kept_images import ImageHere, KeptFolder
 SOON_S = 20.0
 NODES = "0123"
 FIRST = CheckpointId(1, 1)
-TWO = {"copies": 2}
 
 
 def config_of(folder: Path, node: str, *, every: int = 100, **peer: Any) -> Config:
@@ -96,18 +95,6 @@ def in_memory(ckpt: Checkpointer) -> CheckpointId | None:
     return max(open_run_of(ckpt).session.host.images(), default=None)
 
 
-def check_restored(all_ranks: Sequence[Checkpointer], step: int) -> None:
-    """All ranks restored that step, bit for bit, from their own memory."""
-    states: list[dict[str, Any]] = [{"w": torch.zeros(60_000), "step": 0} for _ in all_ranks]
-    reports = restore_all(all_ranks, states)
-    assert [[source.tier for source in each.sources] for each in reports] == [["host"]] * len(
-        all_ranks
-    )
-    for rank, state in enumerate(states):
-        assert state["step"] == step
-        assert torch.equal(state["w"], make_state(rank, step)["w"])
-
-
 def wait_copied(all_ranks: Sequence[Checkpointer]) -> None:
     wait_until(
         lambda: all(one.statistics().peer_survival for one in all_ranks),
@@ -120,26 +107,6 @@ def kept_on(folder: Path, node: str) -> list[ImageHere]:
     """Return the images that a node keeps for others."""
     (place,) = folder.glob(f"peers-{node}/*/run")
     return KeptFolder(place, "run").images()[0]
-
-
-def nodes_with(folder: Path, rank: int) -> set[str]:
-    """Return the nodes that keep a rank's image for it."""
-    places = folder.glob("peers-*")
-    nodes = [path.name.removeprefix("peers-") for path in places]
-    return {n for n in nodes if rank in {image.shard.rank for image in kept_on(folder, n)}}
-
-
-def test_each_image_is_on_as_many_other_nodes_again_before_a_save(tmp_path: Path) -> None:
-    nodes = "001122"
-    train(tmp_path, nodes, **TWO)
-    lose(tmp_path, "1")
-    with opened(tmp_path, nodes, **TWO) as all_ranks:
-        assert [in_memory(one) for one in all_ranks] == [FIRST] * len(nodes)
-        check_restored(all_ranks, 1)
-        wait_copied(all_ranks)
-        for rank, node in enumerate(nodes):
-            others = nodes_with(tmp_path, rank) - {node}
-            assert len(others) == TWO["copies"], (rank, others)
 
 
 def test_only_what_a_keeper_lacks_is_sent_again(tmp_path: Path) -> None:

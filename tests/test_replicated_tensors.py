@@ -6,16 +6,18 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch import nn
 
 import tierfall
-from tests.core.ranks.threads import network
-from tests.open_ranks import close_all, kill_all, restore_all
+from tests.core.ranks.threads import network, on_all
+from tests.open_ranks import close_all, kill_all, restore_all, wait_sealed
 from tests.replica_ranks import (
     MAX_WAIT_S,
     assert_same,
@@ -25,9 +27,11 @@ from tests.replica_ranks import (
     save_all,
     save_whole,
 )
+from tierfall.core.capture import capturer
 from tierfall.core.flush.commits import GroupSeals, TierCommits
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import CaptureError
+from tierfall.core.types.values import SaveOutcome
 
 
 @pytest.fixture
@@ -154,3 +158,185 @@ def test_what_ranks_of_a_node_have_in_memory_comes_back_from_there(
         assert [{source.tier for source in report.sources} for report in reports] == [{"host"}] * 3
         assert_same(fresh, states)
         save_whole(opened, 2, fresh)
+
+
+# Replicas that become different after their writers were assigned -----------------------------------
+
+
+State = dict[str, Any]
+UNLIKE = "not replicas of one"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of a test is a barrier: what is captured lazily is sealed sooner."""
+    monkeypatch.setattr(capturer, "SETTLED_S", 0.05)
+
+
+def train(state: State, seed: int) -> None:
+    """One step on a batch of its own seed."""
+    batch = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+    state["model"](batch).pow(2).mean().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+
+
+def refused(handles: list[Any], match: str = UNLIKE) -> None:
+    for handle in handles:
+        with pytest.raises(CaptureError, match=match):
+            handle.wait(timeout=MAX_WAIT_S)
+        assert handle.outcome is SaveOutcome.FAILED
+        assert not handle.done("host")
+
+
+def written(folder: Path, step: int, name: str = "model.0.weight") -> int:
+    """Say how many ranks wrote a tensor."""
+    count = 0
+    for path in (folder / "disk" / "run" / f"step-{step:08d}-a0001").glob("*.safetensors"):
+        with safe_open(path, "pt") as image:
+            count += name in image.keys()  # noqa: SIM118 - it is no mapping
+    return count
+
+
+def _tensors(state: State) -> list[torch.Tensor]:
+    held = [t for s in state["optimizer"].state.values() for t in s.values()]
+    return [*state["model"].parameters(), *held]
+
+
+class LocalSGD:
+    """Replicas that train apart, and exchange their parameters every three steps; what the inner optimizer has stays
+    with each."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], wrap: str) -> None:
+        self.states = []
+        for rank in range(3):
+            torch.manual_seed(rank + 10)
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+            self.states.append({"model": model, "optimizer": make(model.parameters())})
+        self.wrap = wrap
+        self.exchange()
+
+    def exchange(self) -> None:
+        with torch.no_grad():
+            for same in zip(*(s["model"].parameters() for s in self.states), strict=True):
+                mean = torch.stack(same).mean(0)
+                for one in same:
+                    one.copy_(mean)
+
+    def step(self, number: int) -> None:
+        for rank, state in enumerate(self.states):
+            train(state, 10 * number + rank)
+        if number % 3 == 0:
+            self.exchange()
+
+    def given(self) -> list[State]:
+        own = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "model")}[self.wrap]
+        return [
+            {k: tierfall.item(v, on_resize="per_rank") if k in own else v for k, v in s.items()}
+            for s in self.states
+        ]
+
+    def now(self) -> list[list[torch.Tensor]]:
+        return [[t.detach().clone() for t in _tensors(state)] for state in self.states]
+
+
+def assert_comes_back(
+    opened: list[Any], step: int, fresh: LocalSGD, had: list[list[torch.Tensor]]
+) -> None:
+    """Restore a step on all ranks, and compare what each gets with what it had."""
+    calls = zip(opened, fresh.given(), strict=True)
+    reports = on_all([lambda c=c, s=s: c.restore(s, step=step) for c, s in calls])  # type: ignore[misc]
+    assert [report.step for report in reports] == [step] * len(opened)
+    for expected, found in zip(had, fresh.now(), strict=True):
+        assert all(map(torch.equal, expected, found)), f"step {step}"
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrap", "first", "failed", "copies"),
+    [
+        (sgd, "none", 1, [1], 3),
+        (adam, "none", 3, [3], 3),
+        (adam, "optimizer", 3, [], 1),
+    ],
+)
+def test_a_local_sgd_loop_gets_back_what_each_rank_had_at_each_step_that_was_saved(
+    make: Any,
+    wrap: str,
+    first: int,
+    failed: list[int],
+    copies: int,
+    tmp_path: Path,
+    ranks: list[Ranks],
+) -> None:
+    loop = LocalSGD(make, wrap)
+    opened = open_all(tmp_path, ranks)
+    had: dict[int, list[list[torch.Tensor]]] = {}
+    for number in range(1, 12):
+        loop.step(number)
+        if number % 3 == first % 3:
+            handles = save_all(opened, number, loop.given())
+            if number in failed:
+                refused(handles)
+                continue
+            for handle in handles:
+                handle.wait(timeout=MAX_WAIT_S)
+            had[number] = loop.now()
+    last = max(had)
+    assert written(tmp_path, last) == copies
+    assert len(had) + len(failed) == len(range(first, 12, 3))
+    fresh = LocalSGD(make, wrap)
+    for step, tensors in had.items():
+        assert_comes_back(opened, step, fresh, tensors)
+    close_all(opened)
+
+
+def test_after_a_start_all_is_compared_again(tmp_path: Path, ranks: list[Ranks]) -> None:
+    states = [replica(rank) for rank in range(3)]
+    opened = open_all(tmp_path, ranks)
+    save_whole(opened, 1, states)
+    for rank, state in enumerate(states):
+        train(state, rank)
+    refused(save_all(opened, 2, states))
+    save_whole(opened, 3, states)
+    kill_all(opened)
+    with restarted(tmp_path) as (opened, fresh, reports):
+        assert [report.step for report in reports] == [3, 3, 3]
+        assert_same(fresh, states)
+        refused(save_all(opened, 4, fresh))
+        save_whole(opened, 5, fresh)
+        opened_at = [info.step for info in opened[0].checkpoints()]
+        assert opened_at == [1, 3, 5]
+
+
+def test_what_was_found_unlike_and_not_named_yet_is_no_checkpoint_of_the_next_start(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are killed before the tensor is named: the images were never sealed."""
+    from tierfall.core.flush.replicas import ReplicaAssigner
+
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    save_whole(opened, 1, states)
+    wait_sealed(opened)
+    asked: list[Any] = []
+    monkeypatch.setattr(ReplicaAssigner, "_end_naming", lambda self, id, why: asked.append(id))
+    for rank, state in enumerate(states):
+        train(state, rank)
+    handles = save_all(opened, 2, states)
+    deadline = MAX_WAIT_S / 2
+    with pytest.raises(TimeoutError):
+        handles[0].wait(timeout=deadline)
+    assert asked
+    assert not any(handle.done("host") for handle in handles)
+    kill_all(opened)
+    monkeypatch.undo()
+    with restarted(tmp_path) as (_, _, reports):
+        assert [report.step for report in reports] == [1, 1, 1]

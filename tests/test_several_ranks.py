@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -20,17 +21,21 @@ from tests.open_ranks import (
     restore_all,
     stop_before_any_flush,
 )
-from tests.steps import wait_until
+from tests.rank_kit import config_of
+from tests.steps import blank, files_below, state_of, wait_until
 from tests.stuck_tier import StuckTier
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
+    AccessDeniedError,
     BackendError,
     FlushError,
     RanksError,
     StepError,
+    TierfallError,
     UnreachableError,
 )
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -38,6 +43,7 @@ from tierfall.run.saver import Saver
 from tierfall.setup import tiers as stores
 from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.tiers.host import HostTier
+from tierfall.tiers.run_files import Fence
 
 
 @pytest.fixture
@@ -182,7 +188,7 @@ def test_a_rank_that_leaves_after_its_upload_holds_up_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not the first rank of its node, which writes the commit record."""
-    nodes, gate = ("a", "a", "b", "b"), threading.Event()
+    nodes, gate, uploaded = ("a", "a", "b", "b"), threading.Event(), threading.Event()
 
     def config(node: str) -> Config:
         place = tmp_path / node
@@ -206,11 +212,11 @@ def test_a_rank_that_leaves_after_its_upload_holds_up_no_commit(
             for r, n in zip(ranks, nodes, strict=True)
         ]
         opened = on_all(calls)
+        opened[1].subscribe(lambda event: event["kind"] == "flush_done" and uploaded.set())
         handles = [one.save(1, {"w": torch.full((4,), float(r))}) for r, one in enumerate(opened)]
         for handle in handles:
             handle.captured(SOON_S)
-        uploaded = tmp_path / "a/nvme/run/step-00000001-a0001/rank-00001-of-00004.safetensors"
-        wait_until(uploaded.exists, what="it is uploaded")
+        assert uploaded.wait(SOON_S)
         kill_all(opened[1:2])
         gate.set()
         handles[0].wait("nvme", timeout=SOON_S)
@@ -284,8 +290,10 @@ def test_a_tier_that_hangs_in_the_cleanup_of_open_is_left_out_by_all_ranks(
 def test_a_rank_whose_coordinator_has_stopped_holds_up_no_close(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor whoever waits for what that rank has saved."""
     ckpts = opener.all_open()
     broken = ckpts[1]._session
+    handle = ckpts[1].save(1, {"w": torch.ones(4)})
 
     def step(now_s: float) -> None:
         raise RuntimeError("a fault of ours")
@@ -293,6 +301,8 @@ def test_a_rank_whose_coordinator_has_stopped_holds_up_no_close(
     monkeypatch.setattr(broken.coordinator, "step", step)
     broken.call_soon(int)
     wait_until(lambda: broken.workers.failure is not None, "the coordinator to stop")
+    with pytest.raises(TierfallError, match="a fault of ours"):
+        handle.wait(timeout=SOON_S)
     began = time.monotonic()
     outcomes = on_all([one.close for one in ckpts])
     assert outcomes[0] is None
@@ -300,25 +310,110 @@ def test_a_rank_whose_coordinator_has_stopped_holds_up_no_close(
     assert time.monotonic() - began < SOON_S / 2
 
 
-def test_what_only_another_ranks_node_has_is_no_reason_to_restore_an_older_step(
-    ranks: list[Ranks], tmp_path: Path
-) -> None:
-    """Ranks come to each other's nodes: each reads there for the other."""
-    both = WithShared(tmp_path, ranks).all_open()
-    restore_all(both, [{"w": torch.zeros(4)} for _ in both])
-    for step in (1, 2, 3):
-        handles = [c.save(step, {"w": torch.full((4,), float(step))}) for c in both]
-        for handle in handles:
-            handle.wait("nvme", timeout=SOON_S)
+# Commands and rules ----------------------------------------------------------------------------------
+
+
+def ranks_save(both: list[Any]) -> None:
+    for rank, ckpt in enumerate(both):
+        ckpt.save(1, {"w": torch.full((4,), float(rank)), "rank": rank, "all": "same"})
     on_all([c.drain for c in both])
-    close_all(both)
+
+
+# begin ---------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_begin_or_none(ranks: list[Ranks], tmp_path: Path) -> None:
+    opener = Opener(tmp_path, ranks)
+    close_all(opener.all_open())
     with network(["a", "b"]) as again:
-        swapped = WithShared(tmp_path, again)
-        swapped.place_of = {0: 1, 1: 0}
-        both = swapped.all_open()
-        states = [{"w": torch.zeros(4)} for _ in both]
-        for rank, report in enumerate(restore_all(both, states)):
-            assert report.step == 3
-            assert torch.equal(states[rank]["w"], torch.full((4,), 3.0))
-            assert ("nvme", 1 - rank) in {(source.tier, source.rank) for source in report.sources}
+        both = Opener(tmp_path, again).all_open()
+        assert on_all([c.begin for c in both]) == [None, None]
+        ranks_save(both)
         close_all(both)
+    with network(["a", "b"]) as again:
+        both = Opener(tmp_path, again).all_open()
+        errors = on_all([c.begin for c in both])
+        assert all(isinstance(error, StepError) for error in errors), errors
+        close_all(both)
+
+
+LOSSES = {1: 0.9, 2: 0.2, 3: 0.5, 4: 0.2, 5: 0.8, 6: 0.7}
+
+
+def steps_on(folder: Path) -> list[int]:
+    found = (keys.parse_step_folder(path.name) for path in (folder / "run").iterdir())
+    return sorted(id.step for id in found if id is not None)
+
+
+def test_rank_0s_metrics_decide_for_all(tmp_path: Path) -> None:
+    """Rank 1 measured otherwise: by its losses, other steps would be the best."""
+    config = config_of(tmp_path, shared={"retain": {"best": {"metric": "loss", "count": 2}}})
+    with network(["a", "a"]) as ranks:
+        opened = on_all([lambda r=r: Checkpointer(config, ranks=r) for r in ranks])  # type: ignore[misc]
+        for step, loss in LOSSES.items():
+            saves = [
+                lambda c=ckpt, m=measured, s=step: c.save(  # type: ignore[misc]
+                    s, {"w": torch.ones(4), "rng": None}, metrics={"loss": m}
+                )
+                for ckpt, measured in zip(opened, (loss, -loss), strict=True)
+            ]
+            for handle in on_all(saves):
+                handle.wait("shared", timeout=SOON_S)
+        assert on_all([one.close for one in opened]) == [None, None]
+    assert steps_on(tmp_path / "shared") == [2, 4, 6]
+
+
+def refuse_records(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """Let nothing be created on a tier, as credentials that may only read."""
+    take = Fence.create
+
+    def taken(self: Fence, attempt: Any) -> None:
+        if self._backend.place == str(place):
+            raise AccessDeniedError(f"create a record in {place}: 403")
+        take(self, attempt)
+
+    monkeypatch.setattr(Fence, "create", taken)
+
+
+class Nodes(Opener):
+    """Two nodes, each with a disk of its own, and an archive that they mount in places of their own."""
+
+    def config(self, rank: int, **more: Any) -> Config:
+        place = self.folder / str(rank)
+        tiers = [
+            {"name": "host", "kind": "host", "folder": str(place / "memory")},
+            {"name": "nvme", "kind": "file", "path": str(place / "nvme"), "shared": False},
+            {"name": "archive", "kind": "file", "path": str(place / "archive"), "shared": False},
+        ]
+        return Config.model_validate({"run": "run", "max_wait": "10s", "tiers": tiers, **more})
+
+
+def test_what_one_rank_may_not_write_to_is_written_to_by_none(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with network(["a", "b"]) as first:
+        nodes = Nodes(tmp_path, first)
+        checkpointers = nodes.all_open()
+        states = [state_of(1), state_of(1)]
+        pairs = list(zip(checkpointers, states, strict=True))
+        on_all([lambda c=c, s=s: c.save(1, s, block=True) for c, s in pairs])  # type: ignore[misc]
+        close_all(checkpointers)
+    for node in (0, 1):
+        shutil.rmtree(tmp_path / f"{node}/nvme")
+        shutil.rmtree(tmp_path / f"{node}/memory")  # both nodes were replaced
+    before = [files_below(tmp_path / f"{node}/archive") for node in (0, 1)]
+    refuse_records(monkeypatch, tmp_path / "1/archive")
+    checkpointers = Nodes(tmp_path, ranks).all_open()
+    states = [blank(), blank()]
+    reports = restore_all(checkpointers, states)
+    assert [report.step for report in reports] == [1, 1]
+    pairs = list(zip(checkpointers, states, strict=True))
+    handles = on_all([lambda c=c, s=s: c.save(2, s, block=True) for c, s in pairs])  # type: ignore[misc]
+    assert {handle.tiers for handle in handles} == {("nvme",)}
+    close_all(checkpointers)
+    after = [files_below(tmp_path / f"{node}/archive") for node in (0, 1)]
+    assert [set(files) - set(old) for files, old in zip(after, before, strict=True)] in (
+        [set(), set()],
+        [set(), {"run/attempts/a0002.json"}],
+        [{"run/attempts/a0002.json"}, set()],
+    )

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from signal import Signals
-from typing import Any
 
 import pytest
 
@@ -178,29 +177,3 @@ def test_a_signal_is_received_after_an_event_loop_took_the_wakeup_fd(calls: list
     asyncio.run(asyncio.wait_for(loop(), 30))
     assert calls == ["work", "user's on MainThread"]
     signal_hub.stop(listener)
-
-
-def test_a_handler_that_came_later_is_left_where_it_is(calls: list[str]) -> None:
-    users_handler = signal.getsignal(USR1)
-    listener = signal_hub.add_listener(
-        {USR1}, what="test", work=lambda number: calls.append("work")
-    )
-    ours: Any = signal.getsignal(USR1)
-
-    def later(number: int, frame: object) -> None:
-        calls.append("later")
-        ours(number, frame)
-
-    signal.signal(USR1, later)
-    signal_hub.stop(listener)
-    assert signal.getsignal(USR1) is later
-    os.kill(os.getpid(), USR1)
-    wait_for(lambda: len(calls) == 2)
-    assert calls == ["later", "user's on MainThread"]
-    again = signal_hub.add_listener({USR1}, what="test", work=lambda number: calls.append("work"))
-    os.kill(os.getpid(), USR1)
-    wait_for(lambda: len(calls) == 5)
-    assert calls[2:] == ["work", "later", "user's on MainThread"], "ours is in the chain twice"
-    signal_hub.stop(again)
-    assert signal.getsignal(USR1) is later
-    signal.signal(USR1, users_handler)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import tierfall
-from tests.steps import state_of, wait_until
-from tests.test_bad_input import in_a_child
+from tests.steps import in_a_child, state_of, wait_until
 from tierfall.telemetry import journal
 
 MakeConfig = Callable[..., dict[str, Any]]
