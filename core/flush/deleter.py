@@ -417,12 +417,13 @@ class Deleter(Component):
 
     def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
         """Return the damaged copies on a tier that nobody reads."""
-        return [
+        found = (
             e
-            for e in self._ledger.repairable()
+            for e in self._ledger.open()
             if tier in e.repairable and e.state(tier) is CopyState.ABSENT
             if e.leases.get(tier, 0) <= 0 and self._ledger.reading[e.id] <= 0
-        ]
+        )
+        return sorted(found, key=lambda entry: entry.id)
 
     def damaged_for_room(self, view: View, tier: str) -> tuple[list[Decision], list[CheckpointId]]:
         """Return the damaged copies to delete first where a tier needs room, in this order, and the others.

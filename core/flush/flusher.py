@@ -497,7 +497,7 @@ class Flusher(Component):
         abandoned = self._ledger.abandoned()
         found = (
             e.id
-            for e in self._ledger.overtaken()
+            for e in self._ledger.open()
             if tier in e.overtaken
             and e.age_order < entry.age_order
             and not (e.id in abandoned or e.deleted or e.state(tier) is CopyState.COMMITTED)

@@ -141,7 +141,7 @@ class BackgroundVerifier(Component):
     def _newest_unread(self, tier: str) -> CheckpointId | None:
         """Return the copy on a tier to read next: the newest live one that can be read. None if the tier has a good
         one."""
-        if not self._ledger.whole_copies_on(tier) or self._is_good(tier, self._good.get(tier)):
+        if self._is_good(tier, self._good.get(tier)):
             return None
         found = list(self._ledger.live_copies(tier))
         for entry in found:
