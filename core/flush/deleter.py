@@ -8,23 +8,26 @@ refuses if a person has added to it since: then all is planned again. No I/O: ta
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from tierfall.core.flush.emitter import Component, Context
+from tierfall.core.flush.emitter import Component
 from tierfall.core.flush.facts import Ledger, LedgerEntry, entry_of
 from tierfall.core.flush.messages import DeletedCopy, FoundDamage
 from tierfall.core.flush.tasks import DeleteCopy, NotWholeError, Outcome
 from tierfall.core.format.decided import Decided, DecidedList, Word
 from tierfall.core.format.records import Commit
 from tierfall.core.runtime import retries
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import events
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.protection import surviving
 from tierfall.policies.retention import missing_metrics, next_due_s, plan_drops
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 logger = logging.getLogger("tierfall")
 
@@ -64,18 +67,16 @@ class Deleter(Component):
     progress there, and no restore reads the tiers.
     """
 
-    def __init__(self, context: Context, *, tiers: Iterable[str], lists: DecidedLists) -> None:
-        super().__init__(context)
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
         self._warned_metrics: set[str] = set()
-        self._lists = lists
         self._by_age_s: dict[str, float] = {}
         """By tier: when retention may next delete something by the age of a checkpoint alone."""
-        self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
+        self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in self._lanes}
         self._due: set[str] = set()
         self._failed: dict[tuple[str, CheckpointId], tuple[DeleteCopy, float]] = {}
         self._not_before_s: dict[str, float] = {}
         """By tier: no rule deletes there before this time, since a copy that is to stay could not be looked at."""
-        self._conditions = Conditions()
         self._seen: View | None = None
         self._trusted: set[str] = set()
         self._to_announce: set[tuple[str, CheckpointId]] = set()
@@ -171,7 +172,7 @@ class Deleter(Component):
     def _delete_planned(self, tier: str) -> None:
         busy = self._leaving[tier]
         deleted = self._deleted(tier)
-        by_person = [d for d in deleted if self._lists.is_noted(d.checkpoint, tier)]
+        by_person = [d for d in deleted if self._planner.lists.is_noted(d.checkpoint, tier)]
         ids = {d.checkpoint for d in by_person}
         others = busy | {d.checkpoint for d in deleted}
         by_rule = (

@@ -9,13 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tierfall.core.flush.facts import Ledger, LedgerEntry
-from tierfall.core.flush.messages import Messages
-from tierfall.core.flush.tasks import DeleteCopy, Task
+from tierfall.core.flush.facts import LedgerEntry
+from tierfall.core.flush.tasks import DeleteCopy
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import events
 from tierfall.core.types.events import Notify
 from tierfall.core.types.values import CheckpointId, SaveOutcome
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 logger = logging.getLogger("tierfall")
 
@@ -162,25 +166,16 @@ def image_bytes_of(entry: LedgerEntry) -> int:
     return entry.commit.image_bytes if entry.commit is not None else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """What all components of the coordinator work with. ``dispatch`` queues a task for the workers; its outcome arrives
-    at the coordinator. ``wake_at`` has the coordinator step again at a time of its clock."""
-
-    ledger: Ledger
-    messages: Messages
-    emitter: EventEmitter
-    dispatch: Callable[[Task], None]
-    wake_at: Callable[[float], None]
-
-
 class Component:
-    """A component of the coordinator, with what all of them work with."""
+    """A component of the coordinator, which it reaches the others by."""
 
-    def __init__(self, context: Context) -> None:
-        self._ledger = context.ledger
-        self._group = context.ledger.group
-        self._messages = context.messages
-        self._emitter = context.emitter
-        self._dispatch = context.dispatch
-        self._wake_at = context.wake_at
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._planner = coordinator
+        self._lanes = coordinator.lanes
+        self._ledger = coordinator.ledger
+        self._group = coordinator.ledger.group
+        self._messages = coordinator.messages
+        self._emitter = coordinator.emitter
+        self._dispatch = coordinator.dispatch
+        self._wake_at = coordinator.wake_at
+        self._conditions = Conditions()

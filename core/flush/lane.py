@@ -11,9 +11,9 @@ from bisect import insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from tierfall.core.copies.image_writes import ImageUpload
-from tierfall.core.flush.emitter import Context
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.messages import FoundDamage
 from tierfall.core.flush.tasks import (
@@ -31,6 +31,9 @@ from tierfall.core.format.records import Commit, Geometry, Manifest
 from tierfall.core.types.backend import part_bytes
 from tierfall.core.types.errors import FlushError, KeyNotFoundError, StorageFullError, is_damage
 from tierfall.core.types.values import CheckpointId, CopyState
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 
 class Phase(StrEnum):
@@ -147,14 +150,14 @@ class FlushLane:
     changes; on a rank other than 0: it was asked for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and
     grows by each try; else it is 0."""
 
-    def __init__(self, tier: str, *, limits: LaneLimits, context: Context) -> None:
+    def __init__(self, tier: str, *, limits: LaneLimits, coordinator: Coordinator) -> None:
         self.tier = tier
         self._limits = limits
-        self._ledger = context.ledger
-        order = [rules.name for rules in context.ledger.rules]
-        self._sources = CopySources(tier, order=order, host=context.ledger.host)
-        self._messages = context.messages
-        self._submit = context.dispatch
+        self._ledger = coordinator.ledger
+        order = [rules.name for rules in coordinator.ledger.rules]
+        self._sources = CopySources(tier, order=order, host=coordinator.ledger.host)
+        self._messages = coordinator.messages
+        self._submit = coordinator.dispatch
         self.active: Transfer | None = None
         self.tries = 0
         self.failing_since_s: float | None = None
