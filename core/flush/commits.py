@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierfall.core.flush.emitter import Component, image_bytes_of
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.messages import (
     CommitFacts,
@@ -473,7 +473,7 @@ class GroupSeals(Component):
             share = ImageShare(
                 structure=made.structure, assignment=made.assignment, digests=digests
             )
-        size = image_bytes_of(entry)
+        size = entry.own_bytes
         body = ImageComplete(ordinal=entry.ordinal, image_bytes=size, share=share)
         self._messages.contribute(body, entry.id)
 
@@ -569,7 +569,7 @@ class GroupSeals(Component):
             if entry.handle is not None:
                 entry.handle.on_captured()
         self._waits[id] = _RankWait(ImageSealed)
-        self._messages.contribute(ImageSealed(image_bytes=image_bytes_of(entry)), id)
+        self._messages.contribute(ImageSealed(image_bytes=entry.own_bytes), id)
 
     def _on_whole(self, tier: str, id: CheckpointId, whole: WholeCheckpoint) -> None:
         entry = self._ledger.entries.get(id)

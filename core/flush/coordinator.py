@@ -26,7 +26,6 @@ from tierfall.core.flush.commits import GroupSeals, StartRecords, TierCommits
 from tierfall.core.flush.decisions import Decisions
 from tierfall.core.flush.deleter import DecidedLists, Deleter
 from tierfall.core.flush.drain import DrainSchedule
-from tierfall.core.flush.emitter import EventEmitter
 from tierfall.core.flush.external_commits import ExternalCommits
 from tierfall.core.flush.facts import Ledger, LedgerEntry
 from tierfall.core.flush.flusher import CaptureEvents, Flusher
@@ -67,6 +66,7 @@ from tierfall.core.ranks.message_tree import (
 )
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.types import events
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.events import Notify, ignore
 from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
@@ -177,7 +177,7 @@ class Coordinator:
         self._due_s: float | None = None
         self._idle_events: dict[InterruptibleEvent, bool] = {}
         """By event, whether it waits for copies only, not for other work."""
-        self.emitter = EventEmitter(notify)
+        self._notify = notify
         self.messages = Messages(message_tree or self._message_tree_of_one())
         self.lanes = {
             tier: FlushLane(tier, limits=limits, coordinator=self) for tier, limits in lanes.items()
@@ -257,7 +257,7 @@ class Coordinator:
 
     def step(self, now_s: float) -> float | None:
         """Handle all events, dispatch all tasks that can begin, and return when to call again at the latest."""
-        self.ledger.now_s = self.emitter.now_s = now_s
+        self.ledger.now_s = now_s
         self._due_s = None
         self.steps += 1
         handled: list[Event] = []
@@ -296,6 +296,14 @@ class Coordinator:
             self._tasks_out += 1
         self.rates.on_begun(task, self.ledger.now_s)
         self._submit(task)
+
+    def emit(
+        self, kind: Callable[..., events.Event], *, reason: object = None, **facts: object
+    ) -> None:
+        """Emit an event of this step; ``reason`` is a text or an error. Its receiver returns at once."""
+        if reason is not None:
+            facts["reason"] = str(reason) or repr(reason)
+        self._notify(kind(at_s=self.ledger.now_s, **facts))
 
     def wake_at(self, when_s: float) -> None:
         """Have ``step`` called at that time at the latest. Each step asks anew for what it still waits for."""
@@ -365,7 +373,14 @@ class Coordinator:
         done = lane.on_outcome(outcome)
         if done is not None and active is not None:  # this rank's image is on the tier
             entry = active.entry
-            self.emitter.flush_done(lane.tier, entry, lane.edge_bytes)
+            self.emit(
+                events.FlushDone,
+                id=entry.id,
+                tier=lane.tier,
+                bytes=entry.own_bytes,
+                seconds=self.ledger.now_s - lane.began_s,
+                sources=dict(lane.sources),
+            )
             if isinstance(done, Uploaded):
                 self.copies.contribute(lane.tier, entry, done.files)
             else:  # nobody else can have written a save of this start

@@ -20,8 +20,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.deleter import DELETED
-from tierfall.core.flush.emitter import Component
 from tierfall.core.flush.facts import LedgerEntry, without
 from tierfall.core.flush.messages import DecidedEntries, FoundDamage, GivenUpCopy
 from tierfall.core.flush.tasks import (

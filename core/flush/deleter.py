@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from tierfall.core.flush.emitter import Component
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.facts import Ledger, LedgerEntry, entry_of
 from tierfall.core.flush.messages import DeletedCopy, FoundDamage
 from tierfall.core.flush.tasks import DeleteCopy, NotWholeError, Outcome
@@ -315,7 +315,7 @@ class Deleter(Component):
                 (task.tier, task.id),
                 logging.WARNING, "%s: could not delete %s: %s", task.tier, task.id, outcome.error,
             )  # fmt: skip
-            self._emitter.emit(events.DropFailed, id=task.id, tier=task.tier, reason=outcome.error)
+            self._emit(events.DropFailed, id=task.id, tier=task.tier, reason=outcome.error)
             if self._cancelled:
                 self._leaving[task.tier].discard(task.id)
             else:
@@ -362,7 +362,7 @@ class Deleter(Component):
             return not leaving
         if entry is not None and leaving:
             return self._on_gone(entry, replace(task, unfinished=False), outcome)
-        self._emitter.deleted(task, size, outcome.seconds)
+        self._report_deleted(task, size, outcome.seconds)
         return True
 
     def _on_not_whole(
@@ -401,13 +401,25 @@ class Deleter(Component):
     def _on_gone(self, entry: LedgerEntry, task: DeleteCopy, outcome: Outcome) -> bool:
         announces = (task.tier, task.id) in self._to_announce
         self._to_announce.discard((task.tier, task.id))
-        self._emitter.deleted(task, entry.bytes.get(task.tier, 0), outcome.seconds)
+        self._report_deleted(task, entry.bytes.get(task.tier, 0), outcome.seconds)
         entry.note_gone(task.tier)
         if announces:
             body = DeletedCopy(reason=task.reason, next_latest=task.next_latest)
             self._messages.announce_to_others(body, task.id, task.tier)
         self._ledger.forget_if_gone(entry)
         return True
+
+    def _report_deleted(self, task: DeleteCopy, size: int, seconds: float) -> None:
+        logger.info("%s: %s is deleted: %s", task.tier, task.id, task.reason)
+        self._emit(
+            events.Dropped,
+            id=task.id,
+            tier=task.tier,
+            bytes=size,
+            reason=task.reason,
+            seconds=seconds,
+            unfinished=task.unfinished,
+        )
 
     # Planning ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tierfall.core.flush.emitter import Component
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.messages import DrainDeadline
 from tierfall.core.types.errors import FlushError

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierfall.core.flush.emitter import Component
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.facts import entry_of
 from tierfall.core.flush.messages import ExternalCommit, ExternalCommitsEnd
 from tierfall.core.flush.tasks import Outcome, StoreCall, TaskStore

@@ -149,6 +149,13 @@ class LedgerEntry:
         self.tags = decided.tags(self.id, self.attempt_id, given)
 
     @property
+    def own_bytes(self) -> int:
+        """The bytes of this rank's image; 0 while unknown."""
+        if self.geometry is not None:
+            return self.geometry.image_bytes
+        return self.commit.image_bytes if self.commit is not None else 0
+
+    @property
     def start(self) -> AttemptStart | None:
         """The start of its attempt; None where every commit record is damaged."""
         if self.attempt_id is None:

@@ -21,8 +21,8 @@ from tierfall.core.capture.snapshot import (
     CaptureFailed,
     CaptureSealed,
 )
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.drain import PreemptedError
-from tierfall.core.flush.emitter import Component, image_bytes_of
 from tierfall.core.flush.facts import CopyFailures, LedgerEntry, without
 from tierfall.core.flush.lane import TRIES_BEFORE_REPORT, FlushLane, Transfer
 from tierfall.core.flush.messages import (
@@ -154,7 +154,8 @@ class Flusher(Component):
 
     def _begin(self, lane: FlushLane, entry: LedgerEntry) -> None:
         """Begin a copy that has room."""
-        self._emitter.flush_begun(lane.tier, entry, lane.edge_bytes, tries=lane.tries)
+        size = entry.own_bytes
+        self._emit(events.FlushBegun, id=entry.id, tier=lane.tier, bytes=size, tries=lane.tries)
         lane.begin(entry, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
         if self._group.decides:
             self._messages.announce_to_others(AdmittedCopy(), entry.id, lane.tier)
@@ -246,7 +247,7 @@ class Flusher(Component):
         the error."""
         if tier not in self._ledger.failing:
             self._ledger.failing[tier] = error
-            self._emitter.emit(events.TierFailing, tier=tier, reason=error)
+            self._emit(events.TierFailing, tier=tier, reason=error)
             self.errors.append(error)
             self._conditions.report(tier, logging.ERROR, "%s", error)
         for entry in self._ledger.open():
@@ -280,7 +281,7 @@ class Flusher(Component):
 
     def _accepts_copies(self, tier: str) -> None:
         if self._ledger.failing.pop(tier, None) is not None:
-            self._emitter.emit(events.TierRecovered, tier=tier)
+            self._emit(events.TierRecovered, tier=tier)
         owed = sum(tier in entry.owed for entry in self._ledger.open())
         text = "tier %s accepts copies again; copies that it is still owed: %d"
         self._conditions.end(tier, text, tier, owed)
@@ -307,7 +308,8 @@ class Flusher(Component):
         # A copy for which others were deleted does not show that the disk has room: the next one does.
         if not lane.disk_full and self._full.pop(tier, None) is None:
             self._conditions.end((tier, StorageFullError), "tier %s has room for %s", tier, id)
-        self._emitter.committed(lane.tier, id, stored_bytes)
+        since_s = None if entry.handle is None else self._ledger.now_s - entry.handle.began_s
+        self._emit(events.Committed, id=id, tier=tier, bytes=stored_bytes, seconds=since_s)
         self.durable[id, lane.tier] = None
         if len(self.durable) > DURABLE_REMEMBERED:
             del self.durable[next(iter(self.durable))]
@@ -320,10 +322,11 @@ class Flusher(Component):
         """A copy failed. It is still owed unless no attempt can succeed; files that it may have left are noted."""
         entry, error = transfer.entry, transfer.error
         assert error is not None
-        self._emitter.flush_failed(lane.tier, entry.id, error)
+        seconds = self._ledger.now_s - lane.began_s
+        self._emit(events.FlushFailed, id=entry.id, tier=lane.tier, reason=error, seconds=seconds)
         entry.set_state(lane.tier, CopyState.ABSENT)
         if transfer.published:
-            self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
+            self._ledger.unfinished[lane.tier, entry.id] = entry.own_bytes
         if lane.tier not in entry.owed:
             if entry.deleted:
                 lane.forget_stall()
@@ -396,7 +399,7 @@ class Flusher(Component):
         entry.set_aside = {**entry.set_aside, tier: error}
         entry.overtaken |= {tier}
         entry.owed -= {tier}
-        self._emitter.emit(events.SetAside, id=entry.id, tier=tier, reason=error)
+        self._emit(events.SetAside, id=entry.id, tier=tier, reason=error)
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
 
@@ -420,9 +423,7 @@ class Flusher(Component):
         at ``until_s``."""
         now_s = self._ledger.now_s
         again_s = max(0.0, until_s - now_s)
-        self._emitter.emit(
-            events.FlushStalled, id=entry.id, tier=tier, reason=error, again_s=again_s
-        )
+        self._emit(events.FlushStalled, id=entry.id, tier=tier, reason=error, again_s=again_s)
         self._conditions.report(
             tier, logging.WARNING, "flush of %s to %s stalls, and continues in %.1f s: %s",
             entry.id, tier, until_s - now_s, error,
@@ -461,7 +462,7 @@ class Flusher(Component):
         """A newer attempt exists: this process writes nothing more."""
         if self._ledger.fenced is None:
             self._ledger.fenced = error
-            self._emitter.emit(events.OperationFailed, doing="fence", reason=error)
+            self._emit(events.OperationFailed, doing="fence", reason=error)
             self.errors.append(error)
             logger.error("%s", error)
         for entry in self._ledger.open():
@@ -497,7 +498,7 @@ class Flusher(Component):
 
     def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         entry.owed -= {tier}
-        self._emitter.emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
+        self._emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
         if not any(lane.is_copying(entry.id) for lane in self._lanes.values()):
@@ -588,7 +589,7 @@ class Flusher(Component):
         if tier not in entry.owed:
             return
         error = entry.given_up(f"{tier}: {reason}")
-        self._emitter.emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
+        self._emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
         entry.give_up([tier], error)
         self._ledger.forget_if_gone(entry)
 
@@ -726,7 +727,7 @@ class Flusher(Component):
 
     def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
         """Return the bytes of all images of a checkpoint that this rank sees on a tier."""
-        return image_bytes_of(entry) * len(self._group.ranks_on(tier))
+        return entry.own_bytes * len(self._group.ranks_on(tier))
 
     def _collect_unfinished(self, lane: FlushLane, entry: LedgerEntry) -> bool:
         """Delete what failed attempts left of other checkpoints; return whether any deletion began. Else a later copy
@@ -801,7 +802,13 @@ class CaptureEvents(Component):
         entry.owed = frozenset(name for name in event.tiers if name in self._lanes)
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.image_plan.image_bytes)
         self._ledger.enter(entry)
-        self._emitter.save_begun(entry)
+        self._emit(
+            events.SaveBegun,
+            id=entry.id,
+            bytes=entry.own_bytes,
+            lazy_bytes=snapshot.lazy_bytes,
+            tiers=tuple(sorted(entry.owed)),
+        )
         self._planner.backlog.on_owed(entry.id, event.tiers)
         if (fenced := self._ledger.fenced) is not None:
             entry.give_up(tuple(entry.owed), fenced)
@@ -831,7 +838,16 @@ class CaptureEvents(Component):
         if entry.failed:
             self._unseal(entry)
             return None
-        self._emitter.captured(entry)
+        assert entry.handle is not None
+        stats = entry.handle.stats
+        self._emit(
+            events.Captured,
+            id=entry.id,
+            bytes=entry.own_bytes,
+            seconds=self._ledger.now_s - entry.handle.began_s,
+            blocked_s=stats.blocked_s,
+            lazy=stats.lazy,
+        )
         return entry
 
     def on_damage_found(self, id: CheckpointId, why: str) -> None:
@@ -856,11 +872,12 @@ class CaptureEvents(Component):
 
     def give_up(self, entry: LedgerEntry, error: BaseException, outcome: SaveOutcome) -> None:
         """Give up a save, as rank 0 has announced to all ranks."""
-        if entry.failed or entry.state(self._ledger.host) is CopyState.LEAVING:
+        held = (CopyState.ARRIVING, CopyState.SEALED)
+        if entry.failed or entry.state(self._ledger.host) not in held:
             return
         entry.failed = True
         self._planner.backlog.forget(entry.id)
-        self._emitter.save_ended(entry.id, outcome, error)
+        self._emit(events.SaveEnded, id=entry.id, outcome=outcome, reason=error)
         self._planner.flusher.errors.append(error)
         logger.error("%s", error)
         if entry.handle is not None:
@@ -881,7 +898,7 @@ class CaptureEvents(Component):
         if entry.snapshot is None:
             return
         if not entry.failed:
-            self._emitter.save_ended(id, SaveOutcome.FAILED, error)
+            self._emit(events.SaveEnded, id=id, outcome=SaveOutcome.FAILED, reason=error)
         self._planner.flusher.errors.append(error)
         logger.error("save: step %d is given up: %s", id.step, error)
         if entry.handle is not None:

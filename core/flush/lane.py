@@ -8,6 +8,7 @@ on its source only while it reads, so that a copy may change its source between 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -144,11 +145,11 @@ class LaneLimits:
 
 class FlushLane:
     """The state of copies to one stored tier. If memory is short, a tier that has the bytes is read instead.
-    ``arrivals`` counts the copies that the tier has received; ``edge_bytes`` counts bytes by source; ``stalled`` is the
-    error of the last outcome, if the copy can continue, ``last_error`` that of the last copy that stalled or failed.
-    ``disk_full``: the last write found no space; ``lacks_room``: no room can be made for the next copy until something
-    changes; on a rank other than 0: it was asked for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and
-    grows by each try; else it is 0."""
+    ``arrivals`` counts the copies that the tier has received; ``edge_bytes`` counts bytes by source, ``sources`` those
+    of the last copy, which began at ``began_s``; ``stalled`` is the error of the last outcome, if the copy can
+    continue, ``last_error`` that of the last copy that stalled or failed. ``disk_full``: the last write found no space;
+    ``lacks_room``: no room can be made for the next copy until something changes; on a rank other than 0: it was asked
+    for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and grows by each try; else it is 0."""
 
     def __init__(self, tier: str, *, limits: LaneLimits, coordinator: Coordinator) -> None:
         self.tier = tier
@@ -167,7 +168,9 @@ class FlushLane:
         self.room_tries = 0
         self.stalled: BaseException | None = None
         self.last_error: BaseException | None = None
-        self.edge_bytes: dict[str, int] = {}
+        self.edge_bytes: Counter[str] = Counter()
+        self.sources: Counter[str] = Counter()
+        self.began_s = 0.0
         self.arrivals = 0
 
     # Driving ---------------------------------------------------------------------------------------
@@ -175,6 +178,8 @@ class FlushLane:
     def begin(self, entry: LedgerEntry, *, leftover: bool) -> None:
         """Start a copy, for which there is room. ``leftover`` is as in ``OpenShard``."""
         self.active = Transfer(entry=entry)
+        self.began_s = self._ledger.now_s
+        self.sources.clear()
         entry.set_state(self.tier, CopyState.ARRIVING)
         source = self._source(entry)
         needs_reading = entry.manifest is None and entry.snapshot is None
@@ -301,8 +306,8 @@ class FlushLane:
             transfer.done += 1
             transfer.done_bytes += task.end - task.start
             transfer.outstanding.discard(task.number)
-            source = task.source.tier
-            self.edge_bytes[source] = self.edge_bytes.get(source, 0) + task.end - task.start
+            for counted in (self.edge_bytes, self.sources):
+                counted[task.source.tier] += task.end - task.start
         elif outcome.side is Side.SOURCE and self._exclude_source(
             transfer, task.source, outcome.error
         ):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Protocol
 
 from tierfall.core.capture.snapshot import CaptureAdvanced, HostMemory, HostRegion
-from tierfall.core.flush.emitter import Component
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.tasks import AdmissionRequest, CopyRun, Event, Outcome
 from tierfall.core.types import events
@@ -63,11 +63,11 @@ class Admissions(Component):
     def enqueue(self, request: AdmissionRequest) -> None:
         self._waiting.append(request)
 
-    def observe(self, events: Collection[Event]) -> bool:
+    def observe(self, handled: Collection[Event]) -> bool:
         """Note the events of this step; return whether anything but progress of copies has happened. While copies only
         make progress, nothing further may be deleted, and a plan for room, which is linear in the number of
         checkpoints, is not made again."""
-        self._only_progress = bool(events) and all(self._is_progress(event) for event in events)
+        self._only_progress = bool(handled) and all(self._is_progress(event) for event in handled)
         return not self._only_progress
 
     def _is_progress(self, event: Event) -> bool:
@@ -122,7 +122,8 @@ class Admissions(Component):
                     return
                 if region is None:
                     error = self._no_room(request)
-                    self._emitter.save_ended(request.id, SaveOutcome.SKIPPED, error)
+                    skipped = SaveOutcome.SKIPPED
+                    self._emit(events.SaveEnded, id=request.id, outcome=skipped, reason=error)
             self._waiting.popleft()
             if region is not None:
                 host = self._ledger.host
@@ -232,15 +233,16 @@ class Admissions(Component):
             f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
             "or flush less"
         )
-        self._emitter.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
+        superseded = SaveOutcome.SUPERSEDED
+        self._emit(events.SaveEnded, id=entry.id, outcome=superseded, reason=error)
         if entry.region.sealed:
             entry.region.unseal()
         entry.owed = frozenset()
         entry.set_state(host, CopyState.LEAVING)
         if entry.handle is not None:
-            entry.handle.on_given_up(SaveOutcome.SUPERSEDED, error)
+            entry.handle.on_given_up(superseded, error)
         logger.warning("%s", error)
-        self._messages.report_save_failed(entry.id, error, SaveOutcome.SUPERSEDED)
+        self._messages.report_save_failed(entry.id, error, superseded)
 
     def _no_room(self, request: AdmissionRequest) -> CapacityError:
         """Return the error of a skipped save, and log it; with ``skip``, once until a save finds room again."""
@@ -291,7 +293,7 @@ class Admissions(Component):
         self._asked.discard(entry.id)
         host = self._ledger.host
         size = entry.bytes.get(host, 0)
-        self._emitter.emit(events.Evicted, id=entry.id, tier=host, bytes=size, reason=reason)
+        self._emit(events.Evicted, id=entry.id, tier=host, bytes=size, reason=reason)
         entry.free()
         entry.final_chunks = 0
         entry.note_gone(host)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from tierfall.core.flush.emitter import Component
+from tierfall.core.flush.component import Component
 from tierfall.core.types.units import format_duration, format_share
 from tierfall.core.types.values import CheckpointId, TierKind
 from tierfall.core.types.view import TierRules

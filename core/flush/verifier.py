@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tierfall.core.copies.images import Image
-from tierfall.core.flush.emitter import Component
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.messages import FoundDamage
 from tierfall.core.flush.tasks import CheckChunk, OpenCheck, Outcome
 from tierfall.core.format.records import Manifest
