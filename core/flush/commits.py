@@ -135,28 +135,27 @@ class TierCommits(Component):
 
     def _on_given_up(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> None:
         entry = self._ledger.entries.get(id)
-        error = self._error_of(tier, id, message.reason)
+        error = self._error_of(tier, id, message)
         remember(self._ledger.lost_copies, (tier, id), error)
         self._end(tier, id)
         if entry is None:
             return  # applied when this rank saves the checkpoint
         self._delete_files(entry, tier, str(error), complete=message.complete)
-        if message.by_rule:
-            self._planner.flusher.give_up_by_rule(entry, tier, message.reason)
-            self._planner.flusher.stop_copy(entry, tier, error)
-        elif message.set_aside and tier in entry.owed:
-            self._planner.flusher.set_aside(entry, tier, error)
-        elif tier in entry.owed:
+        if tier in entry.owed and not message.by_rule:
             entry.overtaken |= {tier}  # only in this start: the next one may still copy it
-            self._planner.flusher.give_up_copy(entry, tier, error)
+        by_rule, set_aside = message.by_rule, message.set_aside
+        self._planner.flusher.give_up(entry, tier, error, by_rule=by_rule, set_aside=set_aside)
         self._ledger.forget_if_gone(entry)
 
-    def _error_of(self, tier: str, id: CheckpointId, reason: str) -> BaseException:
-        """Return the error of a copy that is given up for ``reason``: this rank's own error, or one that it causes."""
+    def _error_of(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> BaseException:
+        """Return the error of a copy that is given up: this rank's own error, or one that it causes."""
         own = self._messages.own_errors.pop((tier, id), None)
         if own is not None and not self._ledger.many_ranks:
             return own
-        error = FlushError(f"flush of {id} to {tier}: {reason}")
+        given_up = (
+            f"flush of {id} is given up: {tier}" if message.by_rule else f"flush of {id} to {tier}"
+        )
+        error = FlushError(f"{given_up}: {message.reason}")
         error.__cause__ = own
         return error
 

@@ -394,15 +394,6 @@ class Flusher(Component):
         error.__cause__ = cause
         self._messages.report_copy_failed(tier, entry.id, error, set_aside=True)
 
-    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        """Stop trying a copy in this start. Commit records of later ones say that it is still owed."""
-        entry.set_aside = {**entry.set_aside, tier: error}
-        entry.overtaken |= {tier}
-        entry.owed -= {tier}
-        self._emit(events.SetAside, id=entry.id, tier=tier, reason=error)
-        self._report(entry, tier, error)
-        self.stop_copy(entry, tier, error)
-
     def stalled(self, lane: FlushLane, error: BaseException, now_s: float) -> None:
         """A copy could not continue. Its written chunks are kept, and it is retried from there."""
         if lane.stall(now_s):
@@ -435,15 +426,6 @@ class Flusher(Component):
         """A copy was uploaded, and its commit record cannot be written: it has failed, and is still owed."""
         transfer = Transfer(entry=entry, error=error, published=True)
         self._on_copy_failed(self._lanes[tier], transfer, self._ledger.now_s)
-
-    def _report(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        if entry.handle is not None:
-            entry.handle.on_tier_failed(tier, error)
-        self.errors.append(error)
-        if isinstance(error, CapacityError):  # later steps are no smaller, as a rule
-            self._conditions.report((tier, CapacityError), logging.ERROR, "%s", error)
-        else:
-            logger.error("%s", error)
 
     def on_task_error(self, error: BaseException | None) -> None:
         """Stop writing, on all ranks, if a task failed because its tier has a record of a newer attempt."""
@@ -494,21 +476,35 @@ class Flusher(Component):
     def give_up_for_all(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Give up a copy that this rank can never make, on all ranks."""
         self._messages.report_copy_failed(tier, entry.id, error)
-        self.give_up_copy(entry, tier, error)
+        self.give_up(entry, tier, error)
 
-    def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        entry.owed -= {tier}
-        self._emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
-        self._report(entry, tier, error)
-        self.stop_copy(entry, tier, error)
-        if not any(lane.is_copying(entry.id) for lane in self._lanes.values()):
-            self._ledger.forget_if_gone(entry)
-
-    def stop_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        """Abort a copy that was given up, if it is in progress."""
-        lane = self._lanes[tier]
-        if lane.is_copying(entry.id):
-            lane.give_up(error)
+    def give_up(
+        self,
+        entry: LedgerEntry,
+        tier: str,
+        error: BaseException,
+        *,
+        by_rule: bool = False,
+        set_aside: bool = False,
+    ) -> None:
+        """Make no copy. ``by_rule``: that is no failure; ``set_aside``: it is still owed, to the next start."""
+        self._announced.discard((tier, entry.id))
+        if self._lanes[tier].is_copying(entry.id):
+            self._lanes[tier].give_up(error)
+        if tier not in entry.owed:
+            return
+        if set_aside:
+            entry.set_aside = {**entry.set_aside, tier: error}
+        kind = events.SetAside if set_aside else events.FlushGivenUp
+        self._emit(kind, id=entry.id, tier=tier, reason=error)
+        entry.give_up([tier], error)
+        if by_rule:
+            return
+        self.errors.append(error)
+        if isinstance(error, CapacityError):  # later steps are no smaller, as a rule
+            self._conditions.report((tier, CapacityError), logging.ERROR, "%s", error)
+        else:
+            logger.error("%s", error)
 
     # Order ------------------------------------------------------------------------------------------
 
@@ -582,16 +578,6 @@ class Flusher(Component):
         logger.log(level, "flush of %s to %s is given up: %s", entry.id, tier, reason)
         self._announced.add((tier, entry.id))
         self._messages.report(GivenUpCopy(reason=reason, by_rule=True), entry.id, tier)
-
-    def give_up_by_rule(self, entry: LedgerEntry, tier: str, reason: str) -> None:
-        """Give up a copy on this rank, as rank 0 announced."""
-        self._announced.discard((tier, entry.id))
-        if tier not in entry.owed:
-            return
-        error = entry.given_up(f"{tier}: {reason}")
-        self._emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
-        entry.give_up([tier], error)
-        self._ledger.forget_if_gone(entry)
 
     # Room -------------------------------------------------------------------------------------------
 
