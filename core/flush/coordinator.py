@@ -24,7 +24,7 @@ from tierfall.core.capture.snapshot import (
 )
 from tierfall.core.flush.commits import GroupSeals, StartRecords, TierCommits
 from tierfall.core.flush.decisions import Decisions
-from tierfall.core.flush.deleter import DecidedLists, Deleter
+from tierfall.core.flush.deleter import Deleter
 from tierfall.core.flush.drain import DrainSchedule
 from tierfall.core.flush.external_commits import ExternalCommits
 from tierfall.core.flush.facts import Ledger, LedgerEntry
@@ -182,9 +182,6 @@ class Coordinator:
         self.lanes = {
             tier: FlushLane(tier, limits=limits, coordinator=self) for tier, limits in lanes.items()
         }
-        owned = [t for t in lanes if ledger.group.owns(t) and t not in ledger.peer_tiers]
-        read = {tier: found for tier, found in (decided or {}).items() if tier in owned}
-        self.lists = DecidedLists(ledger, read)
         self.deleter = Deleter(self)
         self.verifier = BackgroundVerifier(self, bytes_per_s=verify_bytes_per_s)
         self.backlog = Backlog(self)
@@ -198,7 +195,7 @@ class Coordinator:
         self.copies = TierCommits(self)
         self.seals = GroupSeals(self)
         self.replicas: ReplicaAssigner = self.seals.replicas
-        self.decisions: Decisions = Decisions(self, owned=owned, unread=unread)
+        self.decisions: Decisions = Decisions(self, decided=decided or {}, unread=unread)
         self._start_records = StartRecords(self)
         self.external_commits = ExternalCommits(self)
 

@@ -15,7 +15,7 @@ the tier's list records the damage for later starts. All of it belongs to the co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -67,14 +67,21 @@ class Decisions(Component):
     """What persons decide. ``unread`` are the tiers that could not be listed when the run was opened."""
 
     def __init__(
-        self, coordinator: Coordinator, *, owned: Iterable[str], unread: Iterable[str]
+        self,
+        coordinator: Coordinator,
+        *,
+        decided: Mapping[str, DecidedList],
+        unread: Iterable[str],
     ) -> None:
-        """``owned`` are the tiers whose lists this rank reads and adds to."""
+        """``decided`` has what the list of each tier had when the run was opened."""
         super().__init__(coordinator)
         self._unread = tuple(unread)
-        self._lists = coordinator.lists.read
-        self._adding = coordinator.lists.adding
-        self._owned = tuple(owned)
+        peers = self._ledger.peer_tiers
+        self._owned = [t for t in self._lanes if self._group.owns(t) and t not in peers]
+        """The tiers whose lists this rank reads and adds to."""
+        self._lists = {tier: found for tier, found in decided.items() if tier in self._owned}
+        """What is in each of them, once it was read."""
+        self._adding: set[tuple[str, Decided]] = set()
         self._due_s: dict[str, float] = {}
         self._open: list[Command] = []
         self._own: set[Decided] = set()
@@ -333,15 +340,24 @@ class Decisions(Component):
             elif self._may_free(entry):
                 self._to_free.discard(id)
                 self._planner.admissions.free(entry)
-        self._planner.admissions.free_leftovers(self._planner.lists.is_noted)
+        if self._planner.leftovers is not None and not self._ledger.restoring:
+            self._planner.leftovers.free_deleted(self.is_noted)
 
     def _may_free(self, entry: LedgerEntry) -> bool:
         """Return whether the image is complete, and no task and no restore reads it."""
         is_made = entry.snapshot is None and not entry.awaiting_ranks
         is_read = self._ledger.restoring or any(entry.leases.values())
-        return is_made and not is_read and self._planner.lists.is_noted(entry.id)
+        return is_made and not is_read and self.is_noted(entry.id)
 
     # Lists -----------------------------------------------------------------------------------------
+
+    def is_noted(self, id: CheckpointId, tier: str | None = None) -> bool:
+        """Return whether some tier's list has the deletion, for the next start to complete after a kill, or none
+        accepts it; and no entry of it is still being added on ``tier``."""
+        entries = [e for e in self._ledger.decided.of(id, None) if e.word is Word.DELETED]
+        adding = {on for on, entry in self._adding if entry in entries}
+        noted = any(not known.entries.isdisjoint(entries) for known in self._lists.values())
+        return tier not in adding and (noted or not adding)
 
     def on_committed(self, tier: str) -> None:
         """A checkpoint was committed on a tier: read its list now, or soon, if it was read just now."""

@@ -8,16 +8,16 @@ refuses if a person has added to it since: then all is planned again. No I/O: ta
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from tierfall.core.flush.component import Component
-from tierfall.core.flush.facts import Ledger, LedgerEntry, entry_of
+from tierfall.core.flush.facts import LedgerEntry, entry_of
 from tierfall.core.flush.messages import DeletedCopy, FoundDamage
 from tierfall.core.flush.tasks import DeleteCopy, NotWholeError, Outcome
-from tierfall.core.format.decided import Decided, DecidedList, Word
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Commit
 from tierfall.core.runtime import retries
 from tierfall.core.types import events
@@ -40,24 +40,6 @@ WAIT_MAX_S = 86400.0
 """The longest wait in seconds: system calls bound it."""
 LATE_S = 0.001
 """Seconds added to a due time, since sums of clocks may round down."""
-
-
-class DecidedLists:
-    """What is in the list of each tier that this rank owns, once it was read (``read``), and the entries that are being
-    added (``adding``)."""
-
-    def __init__(self, ledger: Ledger, lists: Mapping[str, DecidedList]) -> None:
-        self._ledger = ledger
-        self.read = dict(lists)
-        self.adding: set[tuple[str, Decided]] = set()
-
-    def is_noted(self, id: CheckpointId, tier: str | None = None) -> bool:
-        """Return whether some tier's list has the deletion, for the next start to complete after a kill, or none
-        accepts it; and no entry of it is still being added on ``tier``."""
-        entries = [e for e in self._ledger.decided.of(id, None) if e.word is Word.DELETED]
-        adding = {on for on, entry in self.adding if entry in entries}
-        noted = any(not known.entries.isdisjoint(entries) for known in self.read.values())
-        return tier not in adding and (noted or not adding)
 
 
 class Deleter(Component):
@@ -172,7 +154,7 @@ class Deleter(Component):
     def _delete_planned(self, tier: str) -> None:
         busy = self._leaving[tier]
         deleted = self._deleted(tier)
-        by_person = [d for d in deleted if self._planner.lists.is_noted(d.checkpoint, tier)]
+        by_person = [d for d in deleted if self._planner.decisions.is_noted(d.checkpoint, tier)]
         ids = {d.checkpoint for d in by_person}
         others = busy | {d.checkpoint for d in deleted}
         by_rule = (

@@ -282,12 +282,6 @@ class Admissions(Component):
                 self._planner.flusher.give_up_for_all(entry, name, error)
         self.free(entry, decision.reason)
 
-    def free_leftovers(self, is_noted: Callable[[CheckpointId], bool]) -> None:
-        """Free what an earlier start has left of deleted checkpoints, if no restore may read it. ``is_noted`` tells
-        whether the deletion is in the list of each tier."""
-        if self._planner.leftovers is not None and not self._ledger.restoring:
-            self._planner.leftovers.free_deleted(is_noted)
-
     def free(self, entry: LedgerEntry, reason: str = "deleted by a person") -> None:
         """Free the region of a checkpoint's image."""
         self._asked.discard(entry.id)
