@@ -69,7 +69,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_888,
     ("core/restore", "core/load", "core/copies"): 7_014,
     ("core/compression",): 360,
-    ("core/flush",): 7_231,
+    ("core/flush",): 7_201,
     ("policies",): 2_174,
     ("backends",): 5_762,
     ("tiers",): 4_721,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -71,55 +70,6 @@ class Transfer:
     source_is_unread: bool = False
 
 
-class CopySources:
-    """The sources of copies to ``tier``: the fastest that has the bytes and has not returned wrong ones. ``order`` are
-    the tiers that are written to, fastest first; those that are only read come after them."""
-
-    def __init__(self, tier: str, *, order: Sequence[str], host: str) -> None:
-        self._tier = tier
-        self._order = order
-        self._host = host
-        self._bad: dict[CheckpointId, set[str]] = {}
-
-    def find(
-        self, entry: LedgerEntry, chunk: int | None = None, *, spare_memory: bool = False
-    ) -> CopySource | None:
-        """Return the fastest source of a chunk or, without ``chunk``, of the whole image. With ``spare_memory``, use
-        host memory only if no stored tier has it."""
-        bad = self._bad.get(entry.id, ())
-        only_read = (tier for tier in entry.states if tier not in self._order)
-        for tier in (*self._order, *only_read):
-            if tier == self._tier or tier in bad:
-                continue
-            if tier == self._host:
-                if spare_memory and self._is_stored_elsewhere(entry, bad):
-                    continue
-                final = chunk is not None and chunk < entry.final_chunks
-                whole = entry.readable_on(tier) or entry.awaiting_ranks
-                if entry.region is not None and (final or whole):
-                    return CopySource(tier=tier, region=entry.region)
-            elif entry.state(tier) is CopyState.COMMITTED:
-                return CopySource(tier=tier)
-        return None
-
-    def _is_stored_elsewhere(self, entry: LedgerEntry, bad: Collection[str]) -> bool:
-        return any(
-            entry.state(tier) is CopyState.COMMITTED and tier not in bad and tier != self._tier
-            for tier in self._order
-        )
-
-    def exclude(self, id: CheckpointId, tier: str) -> None:
-        """Read this checkpoint no more from a tier: its bytes there are wrong, or may not be read."""
-        self._bad.setdefault(id, set()).add(tier)
-
-    def readmit(self, id: CheckpointId, tier: str) -> None:
-        """Read this checkpoint from a tier again."""
-        self._bad[id].discard(tier)
-
-    def forget(self, id: CheckpointId) -> None:
-        self._bad.pop(id, None)
-
-
 TRIES_BEFORE_REPORT = 3
 
 
@@ -155,8 +105,9 @@ class FlushLane:
         self.tier = tier
         self._limits = limits
         self._ledger = coordinator.ledger
-        order = [rules.name for rules in coordinator.ledger.rules]
-        self._sources = CopySources(tier, order=order, host=coordinator.ledger.host)
+        self._order = [rules.name for rules in coordinator.ledger.rules]
+        self._bad: dict[CheckpointId, set[str]] = {}
+        """Where a checkpoint's bytes are wrong, or may not be read."""
         self._messages = coordinator.messages
         self._submit = coordinator.dispatch
         self.active: Transfer | None = None
@@ -328,14 +279,15 @@ class FlushLane:
         if source is None or getattr(error, "retryable", False):
             return False
         id, damages = transfer.entry.id, is_damage(error)
-        self._sources.exclude(id, source.tier)
+        bad = self._bad.setdefault(id, set())
+        bad.add(source.tier)
         is_gone = isinstance(error, KeyNotFoundError)
         if damages and not is_gone and source.region is None:
             self._messages.report(FoundDamage(text=str(error)), id, source.tier)
         if self._source(transfer.entry) is not None:
             return True
         if not damages:
-            self._sources.readmit(id, source.tier)
+            bad.discard(source.tier)
         return False
 
     # Dispatching -----------------------------------------------------------------------------------
@@ -403,7 +355,25 @@ class FlushLane:
         return entry.manifest
 
     def _source(self, entry: LedgerEntry, chunk: int | None = None) -> CopySource | None:
-        return self._sources.find(entry, chunk, spare_memory=self._ledger.memory_is_short)
+        """Return the source of a chunk or, without ``chunk``, of the whole image: the fastest tier that has it and has
+        not returned wrong bytes; those that are only read come last. If memory is short, host memory is
+        left out once a tier that is written to has the checkpoint."""
+        bad, host = self._bad.get(entry.id, ()), self._ledger.host
+
+        def is_stored(tier: str) -> bool:
+            is_other = tier not in (self.tier, host, *bad)
+            return is_other and entry.state(tier) is CopyState.COMMITTED
+
+        spares = self._ledger.memory_is_short and any(map(is_stored, self._order))
+        final = chunk is not None and chunk < entry.final_chunks
+        whole = entry.readable_on(host) or entry.awaiting_ranks
+        is_in_memory = (final or whole) and host not in bad and not spares
+        for tier in (*self._order, *(tier for tier in entry.states if tier not in self._order)):
+            if tier == host and is_in_memory and entry.region is not None:
+                return CopySource(tier=tier, region=entry.region)
+            if is_stored(tier):
+                return CopySource(tier=tier)
+        return None
 
     def _all_copied(self, transfer: Transfer) -> bool:
         entry = transfer.entry
@@ -498,7 +468,7 @@ class FlushLane:
         return entry.snapshot is None and self._source(entry) is None
 
     def succeeded(self, entry: LedgerEntry) -> None:
-        self._sources.forget(entry.id)
+        self._bad.pop(entry.id, None)
         self.arrivals += 1
         self.tries = 0
         self.last_error = None
