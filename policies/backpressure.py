@@ -46,15 +46,8 @@ def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decisio
         if reason is None and not_enough:
             reason = "superseding all that may be superseded would not free enough room"
         verdict = Verdict.DROP if reason is None else Verdict.KEEP
-        decisions.append(
-            Decision(
-                checkpoint=checkpoint.id,
-                tier=tier_name,
-                verdict=verdict,
-                reason=reason or _reason_to_supersede(view, checkpoint, tier),
-                bytes=checkpoint.copies[tier_name].bytes,
-            )
-        )
+        why = reason or _reason_to_supersede(view, checkpoint, tier)
+        decisions.append(checkpoint.decided(tier_name, verdict, why))
         if verdict is Verdict.DROP:
             break
     return tuple(decisions)

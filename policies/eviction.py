@@ -46,18 +46,9 @@ def plan_eviction(view: View, tier_name: str, *, need_bytes: int, free_bytes: in
         reason = _reason_to_evict(view, checkpoint, tier, held, frozenset(gone), why)
         if reason is None:
             continue
-        copy = checkpoint.copies[tier_name]
-        drops.append(
-            Decision(
-                checkpoint=checkpoint.id,
-                tier=tier_name,
-                verdict=Verdict.DROP,
-                reason=reason,
-                bytes=copy.bytes,
-            )
-        )
+        drops.append(checkpoint.decided(tier_name, Verdict.DROP, reason))
         gone.add(checkpoint.id)
-        free_bytes += copy.bytes
+        free_bytes += drops[-1].bytes
     return Eviction(deletions=tuple(drops), missing_bytes=max(0, need_bytes - free_bytes))
 
 

@@ -146,13 +146,7 @@ def _decide(
     def answer(verdict: Verdict, reason: str) -> Decision:
         if tier.name in checkpoint.damaged:
             reason = f"it is damaged; if it were whole: {reason}"
-        return Decision(
-            checkpoint=checkpoint.id,
-            tier=tier.name,
-            verdict=verdict,
-            reason=reason,
-            bytes=checkpoint.copies[tier.name].bytes,
-        )
+        return checkpoint.decided(tier.name, verdict, reason)
 
     guard = reason_to_keep(view, checkpoint, tier, gone)
     if guard is not None:

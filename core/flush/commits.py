@@ -25,14 +25,13 @@ I/O: workers write the records.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from tierfall.core.flush.deleter import Deleter
-from tierfall.core.flush.emitter import Component, Context, image_bytes_of
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.facts import LedgerEntry
-from tierfall.core.flush.flusher import CaptureEvents, Flusher
 from tierfall.core.flush.messages import (
     CommitFacts,
     CommittedBytes,
@@ -54,7 +53,6 @@ from tierfall.core.flush.replicas import ReplicaAssigner
 from tierfall.core.flush.tasks import CommitCopy, DeleteCopy, Outcome, StoreCall, TaskStore
 from tierfall.core.format.records import Attempt, Commit, NamedFile
 from tierfall.core.ranks.messages import Message
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import (
     CapacityError,
     CaptureError,
@@ -63,6 +61,9 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 logger = logging.getLogger("tierfall")
 
@@ -89,19 +90,8 @@ class _PendingRecord:
 class TierCommits(Component):
     """Copies on tiers, from the uploads of the ranks to the commit record; see the module."""
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        flusher: Flusher,
-        deleter: Deleter,
-        on_committed: Callable[[str, LedgerEntry], None],
-    ) -> None:
-        """``on_committed`` is called with the tier and the checkpoint, after the ledger has it."""
-        super().__init__(context)
-        self._flusher = flusher
-        self._deleter = deleter
-        self._on_committed = on_committed
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
         self._pending: dict[_Copy, _PendingRecord] = {}
         self._of_node: dict[_Copy, tuple[NamedFile, ...]] = {}
         """On the leader of a node: the files that its ranks have uploaded."""
@@ -110,7 +100,7 @@ class TierCommits(Component):
         """On rank 0: the copies of which a rank has found its image, and not written it."""
         self._given_up: dict[_Copy, None] = {}
         """The copies that rank 0 has given up. The tier ``""`` stands for all tiers."""
-        receive = context.messages.receive
+        receive = self._messages.receive
         receive(UploadedFiles, gathered=self.on_all_uploaded, passed=self._on_node_uploaded)
         receive(CommitFacts, announced=self._on_commit)
         receive(CommittedBytes, gathered=self._on_all_committed)
@@ -145,28 +135,27 @@ class TierCommits(Component):
 
     def _on_given_up(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> None:
         entry = self._ledger.entries.get(id)
-        error = self._error_of(tier, id, message.reason)
+        error = self._error_of(tier, id, message)
         remember(self._ledger.lost_copies, (tier, id), error)
         self._end(tier, id)
         if entry is None:
             return  # applied when this rank saves the checkpoint
         self._delete_files(entry, tier, str(error), complete=message.complete)
-        if message.by_rule:
-            self._flusher.give_up_by_rule(entry, tier, message.reason)
-            self._flusher.stop_copy(entry, tier, error)
-        elif message.set_aside and tier in entry.owed:
-            self._flusher.set_aside(entry, tier, error)
-        elif tier in entry.owed:
+        if tier in entry.owed and not message.by_rule:
             entry.overtaken |= {tier}  # only in this start: the next one may still copy it
-            self._flusher.give_up_copy(entry, tier, error)
+        by_rule, set_aside = message.by_rule, message.set_aside
+        self._planner.flusher.give_up(entry, tier, error, by_rule=by_rule, set_aside=set_aside)
         self._ledger.forget_if_gone(entry)
 
-    def _error_of(self, tier: str, id: CheckpointId, reason: str) -> BaseException:
-        """Return the error of a copy that is given up for ``reason``: this rank's own error, or one that it causes."""
+    def _error_of(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> BaseException:
+        """Return the error of a copy that is given up: this rank's own error, or one that it causes."""
         own = self._messages.own_errors.pop((tier, id), None)
         if own is not None and not self._ledger.many_ranks:
             return own
-        error = FlushError(f"flush of {id} to {tier}: {reason}")
+        given_up = (
+            f"flush of {id} is given up: {tier}" if message.by_rule else f"flush of {id} to {tier}"
+        )
+        error = FlushError(f"{given_up}: {message.reason}")
         error.__cause__ = own
         return error
 
@@ -175,7 +164,7 @@ class TierCommits(Component):
         self._ledger.admitted.get(tier, {}).pop(id, None)
         if self._ledger.stuck.get(tier) == id:
             del self._ledger.stuck[tier]
-            self._flusher.on_recovered(tier)
+            self._planner.flusher.on_recovered(tier)
 
     def give_up_everywhere(
         self, tiers: Iterable[str], id: CheckpointId, entry: LedgerEntry | None, reason: str
@@ -202,13 +191,13 @@ class TierCommits(Component):
         in_flight = record is not None and not record.waits
         if not complete:
             if uploaded:
-                self._deleter.collect_unfinished(tier, entry.id, reason)
+                self._planner.deleter.collect_unfinished(tier, entry.id, reason)
         elif self._ledger.owns(tier) and not in_flight:  # else when the commit's outcome is known
             self._retract(tier, entry.id, reason)
         self._ledger.forget_if_gone(entry)
 
     def _retract(self, tier: str, id: CheckpointId, reason: str) -> None:
-        self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
+        self._planner.deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
 
     def _forget(self, entry: LedgerEntry, tier: str) -> None:
         copy = (tier, entry.id)
@@ -233,7 +222,7 @@ class TierCommits(Component):
         # Also if the tier fails on this rank: it may recover here earlier than on the other rank.
         self._ledger.stuck[tier] = id
         error = FlushError(f"flush of {id} to {tier}: rank {message.rank}: {message.reason}")
-        self._flusher.mark_failing(tier, error)
+        self._planner.flusher.mark_failing(tier, error)
 
     # Committing ------------------------------------------------------------------------------------
 
@@ -248,7 +237,9 @@ class TierCommits(Component):
         """Contribute the files of this rank's image, which is on a tier now; ``found`` is as in ``UploadedFiles``."""
         if tier not in entry.owed:  # the copy was given up while its last task ran
             entry.set_state(tier, CopyState.ABSENT)
-            self._deleter.collect_garbage(tier, entry.id, "it was given up", shard=entry.shard)
+            self._planner.deleter.collect_garbage(
+                tier, entry.id, "it was given up", shard=entry.shard
+            )
             self._ledger.forget_if_gone(entry)
             return
         entry.uploaded_to |= {tier}
@@ -311,8 +302,8 @@ class TierCommits(Component):
         task = CommitCopy(
             tier=tier,
             id=entry.id,
-            commit=replace(commit, owed=self._flusher.older_owed(tier, entry)),
-            name_latest=self._flusher.is_newest(tier, entry),
+            commit=replace(commit, owed=self._planner.flusher.older_owed(tier, entry)),
+            name_latest=self._planner.flusher.is_newest(tier, entry),
         )
         self._pending[tier, entry.id] = _PendingRecord(task)
         self._dispatch(task)
@@ -334,7 +325,7 @@ class TierCommits(Component):
         if error is not None and not self._ledger.many_ranks:
             entry = self._ledger.entries[id]
             self._forget(entry, tier)
-            self._flusher.commit_failed(tier, entry, error)
+            self._planner.flusher.commit_failed(tier, entry, error)
         elif error is not None:
             self._messages.report_copy_failed(tier, id, error)
         elif self._group.is_shared(tier):
@@ -356,7 +347,9 @@ class TierCommits(Component):
         record.tries += 1
         record.waits = True
         record.not_before_s = now_s + self._ledger.wait_s(record.tries)
-        self._flusher.note_stall(task.tier, entry, error, record.since_s, record.not_before_s)
+        self._planner.flusher.note_stall(
+            task.tier, entry, error, record.since_s, record.not_before_s
+        )
         # A newer checkpoint may be committed before this one.
         if task.tier in self._ledger.failing:
             entry.overtaken |= {task.tier}
@@ -401,8 +394,8 @@ class TierCommits(Component):
             entry.note_on_peers()
         here = (0,) if self._group.is_shared(tier) else self._group.topology.local_ranks
         size = sum(message.bytes_by_rank.get(rank, 0) for rank in here)
-        self._flusher.committed(tier, id, size, found=message.found)
-        self._on_committed(tier, entry)
+        self._planner.flusher.committed(tier, id, size, found=message.found)
+        self._planner.on_committed(tier, entry)
         self._ledger.partial.discard((tier, id))
         self._ledger.on_few_nodes.pop((tier, id), None)
         self._delete_partial(tier, entry)
@@ -420,7 +413,9 @@ class TierCommits(Component):
                 self._ledger.partial.discard((tier, id))
                 reason = "only a part of it is there, and a newer one is whole"
                 known = self._ledger.decided
-                self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason, known=known))
+                self._planner.deleter.delete(
+                    DeleteCopy(tier=tier, id=id, reason=reason, known=known)
+                )
 
 
 def files_of_all(uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:
@@ -444,31 +439,20 @@ class GroupSeals(Component):
     that waits longer than ``max_wait`` for the others reports it, and rank 0 gives the save up.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        tier_commits: TierCommits,
-        saves: CaptureEvents,
-        tiers: Iterable[str],
-        max_wait_s: float,
-    ) -> None:
-        super().__init__(context)
-        self._tier_commits = tier_commits
-        self._saves = saves
-        self._tiers = tuple(tiers)
-        self._max_wait_s = max_wait_s
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
+        self._max_wait_s = coordinator.max_wait_s
         self.replicas = ReplicaAssigner(
-            context.messages,
-            wake_at=context.wake_at,
-            max_wait_s=max_wait_s,
+            self._messages,
+            wake_at=self._wake_at,
+            max_wait_s=self._max_wait_s,
             refuse=self.give_up,
         )
         self._whole: dict[CheckpointId, None] = {}
         self._waits: dict[CheckpointId, _RankWait] = {}
         self._reached: CheckpointId | None = None
         """Set once no rank saves any more: the last checkpoint that all ranks have begun to save, or restored."""
-        receive = context.messages.receive
+        receive = self._messages.receive
         receive(ImageComplete, gathered=self.on_all_complete)
         receive(ImagesAlike, announced=self._on_alike)
         receive(ImageSealed, gathered=self._on_all_sealed)
@@ -488,7 +472,7 @@ class GroupSeals(Component):
             share = ImageShare(
                 structure=made.structure, assignment=made.assignment, digests=digests
             )
-        size = image_bytes_of(entry)
+        size = entry.own_bytes
         body = ImageComplete(ordinal=entry.ordinal, image_bytes=size, share=share)
         self._messages.contribute(body, entry.id)
 
@@ -498,7 +482,7 @@ class GroupSeals(Component):
         self, tier: str, id: CheckpointId, images: Mapping[int, ImageComplete]
     ) -> None:
         """All ranks' images are complete."""
-        if self._tier_commits.has_given_up("", id):
+        if self._planner.copies.has_given_up("", id):
             return
         ordinals = {rank: image.ordinal for rank, image in images.items()}
         others = [rank for rank, ordinal in ordinals.items() if ordinal != ordinals[0]]
@@ -512,7 +496,7 @@ class GroupSeals(Component):
             return
         shares = {rank: image.share for rank, image in images.items() if image.share is not None}
         if not self.replicas.images_agree(id, shares):
-            self._tier_commits.remember_given_up("", id)
+            self._planner.copies.remember_given_up("", id)
         elif any(share.digests is not None for share in shares.values()):
             self._messages.announce(ImagesAlike(), id)
         else:
@@ -522,7 +506,7 @@ class GroupSeals(Component):
         self, tier: str, id: CheckpointId, images: Mapping[int, ImageComplete | ImageSealed]
     ) -> None:
         """All ranks' images are sealed: the checkpoint is whole."""
-        if self._tier_commits.has_given_up("", id):
+        if self._planner.copies.has_given_up("", id):
             return
         remember(self._whole, id, None)
         total = sum(image.image_bytes for image in images.values())
@@ -530,14 +514,14 @@ class GroupSeals(Component):
 
     def _on_failed(self, tier: str, id: CheckpointId, failure: SaveFailure, rank: int) -> None:
         """A save has failed on a rank."""
-        if self.replicas.end_naming(id) or self._tier_commits.has_given_up("", id):
+        if self.replicas.end_naming(id) or self._planner.copies.has_given_up("", id):
             return
         text = self._ledger.group.topology.name_rank(rank, failure.text)
         self.give_up(id, replace(failure, text=text))
 
     def _on_late(self, tier: str, id: CheckpointId, late: LateRanks, rank: int) -> None:
         """A rank has waited too long for the others, or waits in vain."""
-        if self.replicas.end_naming(id) or self._tier_commits.has_given_up("", id):
+        if self.replicas.end_naming(id) or self._planner.copies.has_given_up("", id):
             return
         if id in self._whole or any(of == id for _, of in self._ledger.committing):
             return  # the last of them contributed just now, or has uploaded its image
@@ -560,7 +544,7 @@ class GroupSeals(Component):
 
     def give_up(self, id: CheckpointId, failure: SaveFailure) -> None:
         """Have all ranks give a save up."""
-        self._tier_commits.remember_given_up("", id)
+        self._planner.copies.remember_given_up("", id)
         self._messages.announce(failure, id)
 
     # Every rank ------------------------------------------------------------------------------------
@@ -584,7 +568,7 @@ class GroupSeals(Component):
             if entry.handle is not None:
                 entry.handle.on_captured()
         self._waits[id] = _RankWait(ImageSealed)
-        self._messages.contribute(ImageSealed(image_bytes=image_bytes_of(entry)), id)
+        self._messages.contribute(ImageSealed(image_bytes=entry.own_bytes), id)
 
     def _on_whole(self, tier: str, id: CheckpointId, whole: WholeCheckpoint) -> None:
         entry = self._ledger.entries.get(id)
@@ -606,9 +590,9 @@ class GroupSeals(Component):
         self._messages.forget(ImageComplete, id)
         self._messages.forget(ImageSealed, id)
         remember(self._ledger.lost_saves, id, (error, failure.outcome))
-        self._tier_commits.give_up_everywhere(self._tiers, id, entry, reason)
+        self._planner.copies.give_up_everywhere(self._lanes, id, entry, reason)
         if entry is not None:
-            self._saves.give_up(entry, error, failure.outcome)
+            self._planner.captures.give_up(entry, error, failure.outcome)
 
     # Time ------------------------------------------------------------------------------------------
 
@@ -649,14 +633,12 @@ class StartRecords(Component):
     """Records of where this attempt began, on tiers that hold abandoned checkpoints and none of this attempt yet.
 
     A tier that receives few checkpoints may receive none of the new lineage before the tiers that have some are lost.
-    The abandoned checkpoints on it would then count as live again. ``tiers`` are those that this process writes to.
+    The abandoned checkpoints on it would then count as live again.
     """
 
-    def __init__(self, context: Context, *, tiers: Iterable[str]) -> None:
-        super().__init__(context)
-        self._tiers = frozenset(tiers)
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
         self._recorded: set[tuple[str, int]] = set()
-        self._conditions = Conditions()
 
     def committed(self, tier: str, commit: Commit | None) -> None:
         """A checkpoint was committed on a tier: if it is of this attempt, record the attempt's start on the others."""
@@ -664,10 +646,10 @@ class StartRecords(Component):
         if commit is None or commit.lineage.checkpoint.attempt != attempt:
             return
         self._recorded.add((tier, attempt))
-        if all((other, attempt) in self._recorded for other in self._tiers):
+        if all((other, attempt) in self._recorded for other in self._lanes):
             return
         abandoned = self._ledger.abandoned()
-        for other in self._tiers:
+        for other in self._lanes:
             if (other, attempt) in self._recorded:
                 continue
             self._recorded.add((other, attempt))

@@ -24,15 +24,15 @@ from tierfall.core.capture.snapshot import (
 )
 from tierfall.core.flush.commits import GroupSeals, StartRecords, TierCommits
 from tierfall.core.flush.decisions import Decisions
-from tierfall.core.flush.deleter import DecidedLists, Deleter
+from tierfall.core.flush.deleter import Deleter
 from tierfall.core.flush.drain import DrainSchedule
-from tierfall.core.flush.emitter import Context, EventEmitter
 from tierfall.core.flush.external_commits import ExternalCommits
 from tierfall.core.flush.facts import Ledger, LedgerEntry
 from tierfall.core.flush.flusher import CaptureEvents, Flusher
 from tierfall.core.flush.lane import FlushLane, LaneLimits
 from tierfall.core.flush.memory import Admissions, LeftoverMemory
 from tierfall.core.flush.messages import FoundDamage, Messages
+from tierfall.core.flush.replicas import ReplicaAssigner
 from tierfall.core.flush.tasks import (
     AbortShard,
     AddDecided,
@@ -66,6 +66,7 @@ from tierfall.core.ranks.message_tree import (
 )
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.types import events
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.events import Notify, ignore
 from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
@@ -169,87 +170,34 @@ class Coordinator:
         self.steps = 0
         self.ledger = ledger
         self.rates = ledger.rates
+        self.max_wait_s = max_wait_s
+        self.leftovers = leftovers
         self._submit = submit
-        self._leftovers = leftovers
         self._tasks_out = 0
         self._due_s: float | None = None
         self._idle_events: dict[InterruptibleEvent, bool] = {}
         """By event, whether it waits for copies only, not for other work."""
-        self.emitter = EventEmitter(notify)
-        context = Context(
-            ledger=ledger,
-            messages=Messages(message_tree or self._message_tree_of_one()),
-            emitter=self.emitter,
-            dispatch=self._dispatch,
-            wake_at=self._wake_at,
-        )
-        self._messages = context.messages
+        self._notify = notify
+        self.messages = Messages(message_tree or self._message_tree_of_one())
         self.lanes = {
-            tier: FlushLane(tier, limits=limits, context=context) for tier, limits in lanes.items()
+            tier: FlushLane(tier, limits=limits, coordinator=self) for tier, limits in lanes.items()
         }
-        owned = [t for t in lanes if ledger.group.owns(t) and t not in ledger.peer_tiers]
-        read = {tier: found for tier, found in (decided or {}).items() if tier in owned}
-        lists = DecidedLists(ledger, read)
-        self.deleter = Deleter(context, tiers=lanes, lists=lists)
-        self.verifier = BackgroundVerifier(
-            context, tiers=lanes, deleter=self.deleter, bytes_per_s=verify_bytes_per_s
-        )
-        self.backlog = Backlog(context)
-        self.throttle = Throttle(context, backlog=self.backlog, set_pace=set_pace)
-        self.drain_schedule = DrainSchedule(
-            context, lanes=self.lanes, throttle=self.throttle, try_again=self.try_again
-        )
-        self._flusher = Flusher(
-            context,
-            lanes=self.lanes,
-            deleter=self.deleter,
-            verifier=self.verifier,
-            drain_schedule=self.drain_schedule,
-            backlog=self.backlog,
-            max_wait_s=max_wait_s,
-        )
-        self.errors = self._flusher.errors
-        self.durable = self._flusher.durable
-        self._admissions = Admissions(
-            context,
-            host=host,
-            flusher=self._flusher,
-            lanes=self.lanes,
-            backlog=self.backlog,
-            leftovers=leftovers,
-            when_full=when_full,
-            max_wait_s=max_wait_s,
-        )
-        self._captures = CaptureEvents(
-            context, lanes=self.lanes, flusher=self._flusher, backlog=self.backlog
-        )
-        self.copies = TierCommits(
-            context,
-            flusher=self._flusher,
-            deleter=self.deleter,
-            on_committed=self._on_committed,
-        )
-        self.seals = GroupSeals(
-            context,
-            tier_commits=self.copies,
-            saves=self._captures,
-            tiers=lanes,
-            max_wait_s=max_wait_s,
-        )
-        self.replicas = self.seals.replicas
-        self.decisions = Decisions(
-            context,
-            copies=self.copies,
-            lanes=self.lanes.values(),
-            deleter=self.deleter,
-            admissions=self._admissions,
-            backlog=self.backlog,
-            lists=lists,
-            owned=owned,
-            unread=unread,
-        )
-        self._start_records = StartRecords(context, tiers=lanes)
-        self.external_commits = ExternalCommits(context, on_commit=self._on_external_commit)
+        self.deleter = Deleter(self)
+        self.verifier = BackgroundVerifier(self, bytes_per_s=verify_bytes_per_s)
+        self.backlog = Backlog(self)
+        self.throttle = Throttle(self, set_pace=set_pace)
+        self.drain_schedule = DrainSchedule(self)
+        self.flusher = Flusher(self)
+        self.errors = self.flusher.errors
+        self.durable = self.flusher.durable
+        self.admissions = Admissions(self, host=host, when_full=when_full)
+        self.captures = CaptureEvents(self)
+        self.copies = TierCommits(self)
+        self.seals = GroupSeals(self)
+        self.replicas: ReplicaAssigner = self.seals.replicas
+        self.decisions: Decisions = Decisions(self, decided=decided or {}, unread=unread)
+        self._start_records = StartRecords(self)
+        self.external_commits = ExternalCommits(self)
 
     def _message_tree_of_one(self) -> MessageTree:
         ranks = Ranks.alone()
@@ -284,7 +232,7 @@ class Coordinator:
             entry.owed = frozenset()
         self.replicas.stop()
         self.decisions.fail_all(error)
-        self._admissions.fail_all(error)
+        self.admissions.fail_all(error)
 
     def _note_owed(self, only: LedgerEntry | None = None) -> None:
         """Determine which tiers are owed a copy of the checkpoints that were found, or of one of them."""
@@ -306,7 +254,7 @@ class Coordinator:
 
     def step(self, now_s: float) -> float | None:
         """Handle all events, dispatch all tasks that can begin, and return when to call again at the latest."""
-        self.ledger.now_s = self.emitter.now_s = now_s
+        self.ledger.now_s = now_s
         self._due_s = None
         self.steps += 1
         handled: list[Event] = []
@@ -314,15 +262,15 @@ class Coordinator:
             for event in self.inbox.take():
                 handled.append(event)
                 _EVENT_HANDLERS[type(event)](self, event)
-        has_news = self._admissions.observe(handled)
+        has_news = self.admissions.observe(handled)
         self.drain_schedule.tick(now_s)
         for _ in range(2):  # a change by one of them may be what another waits for
             self.decisions.advance(now_s)
             for lane in self.lanes.values():
-                self._flusher.drive(lane, now_s, begin=True, has_news=has_news)
-            self._admissions.try_admit(now_s)
+                self.flusher.drive(lane, now_s, begin=True, has_news=has_news)
+            self.admissions.try_admit(now_s)
         for lane in self.lanes.values():  # abort in this step what an admission gave up
-            self._flusher.drive(lane, now_s, begin=False)
+            self.flusher.drive(lane, now_s, begin=False)
         self.backlog.tick(now_s)
         self.throttle.adjust(now_s)
         self.copies.tick(now_s)
@@ -340,13 +288,21 @@ class Coordinator:
                 bell.set()
         return self._due_s
 
-    def _dispatch(self, task: Task) -> None:
+    def dispatch(self, task: Task) -> None:
         if not isinstance(task, LOOKS):
             self._tasks_out += 1
         self.rates.on_begun(task, self.ledger.now_s)
         self._submit(task)
 
-    def _wake_at(self, when_s: float) -> None:
+    def emit(
+        self, kind: Callable[..., events.Event], *, reason: object = None, **facts: object
+    ) -> None:
+        """Emit an event of this step; ``reason`` is a text or an error. Its receiver returns at once."""
+        if reason is not None:
+            facts["reason"] = str(reason) or repr(reason)
+        self._notify(kind(at_s=self.ledger.now_s, **facts))
+
+    def wake_at(self, when_s: float) -> None:
         """Have ``step`` called at that time at the latest. Each step asks anew for what it still waits for."""
         if when_s > self.ledger.now_s and (self._due_s is None or when_s < self._due_s):
             self._due_s = when_s
@@ -363,20 +319,20 @@ class Coordinator:
 
     def _on_admission_request(self, request: AdmissionRequest) -> None:
         self.backlog.on_save_requested(request.image_bytes, self.ledger.now_s)
-        self._admissions.enqueue(request)
+        self.admissions.enqueue(request)
 
     def _on_capture_begun(self, event: CaptureBegun) -> None:
         self.replicas.save_begun(event.snapshot.id)
-        self._captures.on_begun(event)
+        self.captures.on_begun(event)
 
     def _on_capture_sealed(self, event: CaptureSealed) -> None:
-        if (entry := self._captures.on_sealed(event)) is not None:
+        if (entry := self.captures.on_sealed(event)) is not None:
             self.seals.contribute(entry)
 
     def _on_save_given_up(self, event: SaveGivenUp) -> None:
         """A save ended before its capture began."""
         self.replicas.save_begun(event.id)
-        self._messages.report_save_failed(event.id, event.error, event.outcome)
+        self.messages.report_save_failed(event.id, event.error, event.outcome)
 
     def _on_query(self, query: LedgerQuery) -> None:
         try:
@@ -390,7 +346,7 @@ class Coordinator:
         if not isinstance(outcome.task, LOOKS):
             self._tasks_out -= 1
         self.rates.on_ended(outcome, self.ledger.now_s)
-        self._flusher.on_task_error(outcome.error)
+        self.flusher.on_task_error(outcome.error)
         _OUTCOME_HANDLERS[type(outcome.task)](self, outcome)
 
     def _on_called(self, outcome: Outcome) -> None:
@@ -401,7 +357,7 @@ class Coordinator:
         task, now_s = outcome.task, self.ledger.now_s
         assert isinstance(task, DeleteCopy)
         if self.deleter.on_deleted(task, outcome, now_s):
-            self._flusher.on_room_made(self.lanes[task.tier], now_s)
+            self.flusher.on_room_made(self.lanes[task.tier], now_s)
         if isinstance(outcome.value, DecidedList):
             self.decisions.on_found(task.tier, outcome.value)
         self.decisions.on_deleted(task, outcome)
@@ -414,18 +370,25 @@ class Coordinator:
         done = lane.on_outcome(outcome)
         if done is not None and active is not None:  # this rank's image is on the tier
             entry = active.entry
-            self.emitter.flush_done(lane.tier, entry, lane.edge_bytes)
+            self.emit(
+                events.FlushDone,
+                id=entry.id,
+                tier=lane.tier,
+                bytes=entry.own_bytes,
+                seconds=self.ledger.now_s - lane.began_s,
+                sources=dict(lane.sources),
+            )
             if isinstance(done, Uploaded):
                 self.copies.contribute(lane.tier, entry, done.files)
             else:  # nobody else can have written a save of this start
                 files, found = files_of(done, entry.shard), entry.handle is None
                 self.copies.contribute(lane.tier, entry, files, found=found)
         elif lane.stalled is not None:
-            self._flusher.stalled(lane, lane.stalled, self.ledger.now_s)
+            self.flusher.stalled(lane, lane.stalled, self.ledger.now_s)
         elif isinstance(task, CopyRun) and outcome.error is None and lane.has_resumed():
-            self._flusher.on_recovered(lane.tier)
+            self.flusher.on_recovered(lane.tier)
 
-    def _on_committed(self, tier: str, entry: LedgerEntry) -> None:
+    def on_committed(self, tier: str, entry: LedgerEntry) -> None:
         """A checkpoint was committed on a tier."""
         is_good = tier in entry.verified
         if is_good:
@@ -433,15 +396,15 @@ class Coordinator:
         self.decisions.on_committed(tier)
         if self.ledger.group.decides and self.fenced is None:
             self._start_records.committed(tier, entry.commit)
-        if self._leftovers is not None and is_good and not self.ledger.restoring:
-            self._leftovers.on_committed(tier, entry)
+        if self.leftovers is not None and is_good and not self.ledger.restoring:
+            self.leftovers.on_committed(tier, entry)
 
-    def _on_external_commit(self, tier: str, entry: LedgerEntry) -> None:
+    def on_external_commit(self, tier: str, entry: LedgerEntry) -> None:
         """A checkpoint that another process committed on a tier was added to the ledger."""
         if self.fenced is None:
             self._note_owed(entry)
         self.deleter.schedule_plan(tier)
-        self._on_committed(tier, entry)
+        self.on_committed(tier, entry)
 
     # Requests on the coordinator's thread, by ``LedgerQuery`` ----------------------------------------
 
@@ -456,9 +419,9 @@ class Coordinator:
         """A reader of this rank found that a copy differs from its digests or lacks files. Not ``repairable``: its
         commit record is gone, too."""
         if tier == self.ledger.host:
-            self._captures.on_damage_found(id, why)
+            self.captures.on_damage_found(id, why)
         else:
-            self._messages.report(FoundDamage(text=why, repairable=repairable), id, tier)
+            self.messages.report(FoundDamage(text=why, repairable=repairable), id, tier)
 
     def try_again(self) -> None:
         """Try at once whatever waits for its next try: a tier may work again."""
@@ -495,7 +458,7 @@ class Coordinator:
         return self._owes_copies()
 
     def _owes_copies(self) -> bool:
-        if self._admissions.busy() or not self.inbox.is_empty:
+        if self.admissions.busy() or not self.inbox.is_empty:
             return True
         return any(e.snapshot is not None or self._may_be_copied(e) for e in self.ledger.open())
 
@@ -535,16 +498,16 @@ _EVENT_HANDLERS: dict[type[Any], Callable[[Coordinator, Any], None]] = {
     AdmissionRequest: Coordinator._on_admission_request,
     AssignmentRequest: lambda coordinator, event: coordinator.replicas.request(event),
     CaptureBegun: Coordinator._on_capture_begun,
-    CaptureAdvanced: lambda coordinator, event: coordinator._captures.on_advanced(event),
+    CaptureAdvanced: lambda coordinator, event: coordinator.captures.on_advanced(event),
     CaptureSealed: Coordinator._on_capture_sealed,
-    CaptureFailed: lambda coordinator, event: coordinator._captures.on_failed(event),
+    CaptureFailed: lambda coordinator, event: coordinator.captures.on_failed(event),
     SaveGivenUp: Coordinator._on_save_given_up,
     Command: lambda coordinator, event: coordinator.decisions.submit(event),
     LedgerQuery: Coordinator._on_query,
     Outcome: Coordinator._on_outcome,
-    MessagesGathered: lambda coordinator, news: coordinator._messages.on_message(news),
-    DecisionAnnounced: lambda coordinator, news: coordinator._messages.on_message(news),
-    RankReported: lambda coordinator, news: coordinator._messages.on_message(news),
+    MessagesGathered: lambda coordinator, news: coordinator.messages.on_message(news),
+    DecisionAnnounced: lambda coordinator, news: coordinator.messages.on_message(news),
+    RankReported: lambda coordinator, news: coordinator.messages.on_message(news),
 }
 
 _OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {

@@ -15,16 +15,14 @@ the tier's list records the damage for later starts. All of it belongs to the co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from tierfall.core.flush.commits import TierCommits
-from tierfall.core.flush.deleter import DELETED, DecidedLists, Deleter
-from tierfall.core.flush.emitter import Component, Context
+from tierfall.core.flush.component import Component
+from tierfall.core.flush.deleter import DELETED
 from tierfall.core.flush.facts import LedgerEntry, without
-from tierfall.core.flush.lane import FlushLane
-from tierfall.core.flush.memory import Admissions
 from tierfall.core.flush.messages import DecidedEntries, FoundDamage, GivenUpCopy
 from tierfall.core.flush.tasks import (
     AddDecided,
@@ -36,12 +34,13 @@ from tierfall.core.flush.tasks import (
     StoreCall,
     TaskStore,
 )
-from tierfall.core.flush.throttle import Backlog
 from tierfall.core.format.decided import Decided, DecidedList, Word
 from tierfall.core.format.records import Attempt, Commit
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import StepError, StorageFullError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 logger = logging.getLogger("tierfall")
 
@@ -69,41 +68,30 @@ class Decisions(Component):
 
     def __init__(
         self,
-        context: Context,
+        coordinator: Coordinator,
         *,
-        copies: TierCommits,
-        lanes: Iterable[FlushLane],
-        deleter: Deleter,
-        admissions: Admissions,
-        backlog: Backlog,
-        lists: DecidedLists,
-        owned: Iterable[str],
+        decided: Mapping[str, DecidedList],
         unread: Iterable[str],
     ) -> None:
-        """``owned`` are the tiers whose lists this rank reads and adds to."""
-        super().__init__(context)
-        self._copies = copies
-        self._lanes = list(lanes)
-        self._deleter = deleter
-        self._admissions = admissions
-        self._backlog = backlog
+        """``decided`` has what the list of each tier had when the run was opened."""
+        super().__init__(coordinator)
         self._unread = tuple(unread)
-        self._lists = lists.read
-        self._adding = lists.adding
-        self._is_noted_on = lists.is_noted
-        self._owned = tuple(owned)
+        peers = self._ledger.peer_tiers
+        self._owned = [t for t in self._lanes if self._group.owns(t) and t not in peers]
+        """The tiers whose lists this rank reads and adds to."""
+        self._lists = {tier: found for tier, found in decided.items() if tier in self._owned}
+        """What is in each of them, once it was read."""
+        self._adding: set[tuple[str, Decided]] = set()
         self._due_s: dict[str, float] = {}
         self._open: list[Command] = []
         self._own: set[Decided] = set()
         """What was decided by commands of this process."""
         self._to_free: set[CheckpointId] = set()
         """Deleted checkpoints whose image in memory is still read or written."""
-        self._conditions = Conditions()
-        self._tiers = {lane.tier for lane in self._lanes}
-        context.messages.receive(
+        self._messages.receive(
             FoundDamage, reported=self._on_damage_elsewhere, announced=self._on_damage
         )
-        context.messages.receive(
+        self._messages.receive(
             DecidedEntries, reported=self._on_found_elsewhere, announced=self._on_decided
         )
 
@@ -121,7 +109,7 @@ class Decisions(Component):
         self._delete_partial()
         for tier in self._lists:
             self._add_missing(tier)
-        self._deleter.schedule_all()
+        self._planner.deleter.schedule_all()
 
     # Commands --------------------------------------------------------------------------------------
 
@@ -240,7 +228,7 @@ class Decisions(Component):
         if entry is None or not entry.deleted:
             return set()
         states = {tier for tier, state in entry.states.items() if state is not CopyState.ABSENT}
-        return states | {lane.tier for lane in self._lanes if lane.tier in entry.damage}
+        return states | {lane.tier for lane in self._lanes.values() if lane.tier in entry.damage}
 
     def late_tiers(self, command: Command) -> tuple[str, ...]:
         """Return the tiers whose answer a command waits for: to have its entry noted, or a copy deleted."""
@@ -315,22 +303,22 @@ class Decisions(Component):
         self._delete_partial()
         for tier in self._lists:
             self._add_missing(tier)
-        self._deleter.schedule_all()
+        self._planner.deleter.schedule_all()
 
     # Deleting --------------------------------------------------------------------------------------
 
     def _delete(self, entry: LedgerEntry) -> None:
         """Give up the copies that tiers are owed of a deleted checkpoint, and free its image in memory. What tiers have
         is deleted by the deleter."""
-        self._backlog.forget(entry.id)
+        self._planner.backlog.forget(entry.id)
         why = f"it was {DELETED}"
         owed = frozenset(entry.owed)
         entry.give_up(owed, entry.given_up(why))
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             if lane.is_copying(entry.id):
                 lane.give_up(StepError(f"{entry.id} was {DELETED}"))
             if self._group.decides and lane.tier in owed:  # some ranks may have uploaded images
-                self._copies.give_up(lane.tier, entry.id, GivenUpCopy(reason=why))
+                self._planner.copies.give_up(lane.tier, entry.id, GivenUpCopy(reason=why))
         self._to_free.add(entry.id)
 
     def _delete_partial(self) -> None:
@@ -339,7 +327,9 @@ class Decisions(Component):
             if tier in self._lists and self._ledger.decided.is_deleted(id, None):
                 self._ledger.partial.discard((tier, id))
                 known = self._ledger.decided
-                self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=DELETED, known=known))
+                self._planner.deleter.delete(
+                    DeleteCopy(tier=tier, id=id, reason=DELETED, known=known)
+                )
 
     def _free_deleted(self) -> None:
         host = self._ledger.host
@@ -349,16 +339,25 @@ class Decisions(Component):
                 self._to_free.discard(id)
             elif self._may_free(entry):
                 self._to_free.discard(id)
-                self._admissions.free(entry)
-        self._admissions.free_leftovers(self._is_noted_on)
+                self._planner.admissions.free(entry)
+        if self._planner.leftovers is not None and not self._ledger.restoring:
+            self._planner.leftovers.free_deleted(self.is_noted)
 
     def _may_free(self, entry: LedgerEntry) -> bool:
         """Return whether the image is complete, and no task and no restore reads it."""
         is_made = entry.snapshot is None and not entry.awaiting_ranks
         is_read = self._ledger.restoring or any(entry.leases.values())
-        return is_made and not is_read and self._is_noted_on(entry.id)
+        return is_made and not is_read and self.is_noted(entry.id)
 
     # Lists -----------------------------------------------------------------------------------------
+
+    def is_noted(self, id: CheckpointId, tier: str | None = None) -> bool:
+        """Return whether some tier's list has the deletion, for the next start to complete after a kill, or none
+        accepts it; and no entry of it is still being added on ``tier``."""
+        entries = [e for e in self._ledger.decided.of(id, None) if e.word is Word.DELETED]
+        adding = {on for on, entry in self._adding if entry in entries}
+        noted = any(not known.entries.isdisjoint(entries) for known in self._lists.values())
+        return tier not in adding and (noted or not adding)
 
     def on_committed(self, tier: str) -> None:
         """A checkpoint was committed on a tier: read its list now, or soon, if it was read just now."""
@@ -408,7 +407,7 @@ class Decisions(Component):
                 task.tier, task.entry.word, task.entry.checkpoint, outcome.error,
             )  # fmt: skip
         if task.entry.word is Word.DELETED:
-            self._deleter.schedule_all()
+            self._planner.deleter.schedule_all()
         for command in self._open:
             if command.entry == task.entry:
                 command.waiting.discard(task.tier)
@@ -438,9 +437,9 @@ class Decisions(Component):
         entry.note_damage(tier, why, repairable=repairable)
         if not repairable:  # it is gone: no room can be made by its deletion
             entry.bytes = without(entry.bytes, tier)
-        self._deleter.schedule_plan(tier)
+        self._planner.deleter.schedule_plan(tier)
         owns = self._ledger.fenced is None and self._group.owns(tier)
-        if repairable and entry.commit is not None and tier in self._tiers and owns:
+        if repairable and entry.commit is not None and tier in self._lanes and owns:
             call = partial(_add_damage, entry.commit, why)
             self._dispatch(StoreCall(tier=tier, call=call, then=partial(self._on_noted, id)))
 

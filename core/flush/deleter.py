@@ -8,23 +8,26 @@ refuses if a person has added to it since: then all is planned again. No I/O: ta
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from tierfall.core.flush.emitter import Component, Context
-from tierfall.core.flush.facts import Ledger, LedgerEntry, entry_of
+from tierfall.core.flush.component import Component
+from tierfall.core.flush.facts import LedgerEntry, entry_of
 from tierfall.core.flush.messages import DeletedCopy, FoundDamage
 from tierfall.core.flush.tasks import DeleteCopy, NotWholeError, Outcome
-from tierfall.core.format.decided import Decided, DecidedList, Word
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Commit
 from tierfall.core.runtime import retries
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import events
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.protection import surviving
 from tierfall.policies.retention import missing_metrics, next_due_s, plan_drops
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 logger = logging.getLogger("tierfall")
 
@@ -39,24 +42,6 @@ LATE_S = 0.001
 """Seconds added to a due time, since sums of clocks may round down."""
 
 
-class DecidedLists:
-    """What is in the list of each tier that this rank owns, once it was read (``read``), and the entries that are being
-    added (``adding``)."""
-
-    def __init__(self, ledger: Ledger, lists: Mapping[str, DecidedList]) -> None:
-        self._ledger = ledger
-        self.read = dict(lists)
-        self.adding: set[tuple[str, Decided]] = set()
-
-    def is_noted(self, id: CheckpointId, tier: str | None = None) -> bool:
-        """Return whether some tier's list has the deletion, for the next start to complete after a kill, or none
-        accepts it; and no entry of it is still being added on ``tier``."""
-        entries = [e for e in self._ledger.decided.of(id, None) if e.word is Word.DELETED]
-        adding = {on for on, entry in self.adding if entry in entries}
-        noted = any(not known.entries.isdisjoint(entries) for known in self.read.values())
-        return tier not in adding and (noted or not adding)
-
-
 class Deleter(Component):
     """The deletions in progress, and the tiers where the next are to be planned.
 
@@ -64,18 +49,16 @@ class Deleter(Component):
     progress there, and no restore reads the tiers.
     """
 
-    def __init__(self, context: Context, *, tiers: Iterable[str], lists: DecidedLists) -> None:
-        super().__init__(context)
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
         self._warned_metrics: set[str] = set()
-        self._lists = lists
         self._by_age_s: dict[str, float] = {}
         """By tier: when retention may next delete something by the age of a checkpoint alone."""
-        self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
+        self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in self._lanes}
         self._due: set[str] = set()
         self._failed: dict[tuple[str, CheckpointId], tuple[DeleteCopy, float]] = {}
         self._not_before_s: dict[str, float] = {}
         """By tier: no rule deletes there before this time, since a copy that is to stay could not be looked at."""
-        self._conditions = Conditions()
         self._seen: View | None = None
         self._trusted: set[str] = set()
         self._to_announce: set[tuple[str, CheckpointId]] = set()
@@ -171,7 +154,7 @@ class Deleter(Component):
     def _delete_planned(self, tier: str) -> None:
         busy = self._leaving[tier]
         deleted = self._deleted(tier)
-        by_person = [d for d in deleted if self._lists.is_noted(d.checkpoint, tier)]
+        by_person = [d for d in deleted if self._planner.decisions.is_noted(d.checkpoint, tier)]
         ids = {d.checkpoint for d in by_person}
         others = busy | {d.checkpoint for d in deleted}
         by_rule = (
@@ -314,7 +297,7 @@ class Deleter(Component):
                 (task.tier, task.id),
                 logging.WARNING, "%s: could not delete %s: %s", task.tier, task.id, outcome.error,
             )  # fmt: skip
-            self._emitter.emit(events.DropFailed, id=task.id, tier=task.tier, reason=outcome.error)
+            self._emit(events.DropFailed, id=task.id, tier=task.tier, reason=outcome.error)
             if self._cancelled:
                 self._leaving[task.tier].discard(task.id)
             else:
@@ -361,7 +344,7 @@ class Deleter(Component):
             return not leaving
         if entry is not None and leaving:
             return self._on_gone(entry, replace(task, unfinished=False), outcome)
-        self._emitter.deleted(task, size, outcome.seconds)
+        self._report_deleted(task, size, outcome.seconds)
         return True
 
     def _on_not_whole(
@@ -400,13 +383,25 @@ class Deleter(Component):
     def _on_gone(self, entry: LedgerEntry, task: DeleteCopy, outcome: Outcome) -> bool:
         announces = (task.tier, task.id) in self._to_announce
         self._to_announce.discard((task.tier, task.id))
-        self._emitter.deleted(task, entry.bytes.get(task.tier, 0), outcome.seconds)
+        self._report_deleted(task, entry.bytes.get(task.tier, 0), outcome.seconds)
         entry.note_gone(task.tier)
         if announces:
             body = DeletedCopy(reason=task.reason, next_latest=task.next_latest)
             self._messages.announce_to_others(body, task.id, task.tier)
         self._ledger.forget_if_gone(entry)
         return True
+
+    def _report_deleted(self, task: DeleteCopy, size: int, seconds: float) -> None:
+        logger.info("%s: %s is deleted: %s", task.tier, task.id, task.reason)
+        self._emit(
+            events.Dropped,
+            id=task.id,
+            tier=task.tier,
+            bytes=size,
+            reason=task.reason,
+            seconds=seconds,
+            unfinished=task.unfinished,
+        )
 
     # Planning ---------------------------------------------------------------------------------------
 
@@ -417,12 +412,13 @@ class Deleter(Component):
 
     def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
         """Return the damaged copies on a tier that nobody reads."""
-        return [
+        found = (
             e
-            for e in self._ledger.repairable()
+            for e in self._ledger.open()
             if tier in e.repairable and e.state(tier) is CopyState.ABSENT
             if e.leases.get(tier, 0) <= 0 and self._ledger.reading[e.id] <= 0
-        ]
+        )
+        return sorted(found, key=lambda entry: entry.id)
 
     def damaged_for_room(self, view: View, tier: str) -> tuple[list[Decision], list[CheckpointId]]:
         """Return the damaged copies to delete first where a tier needs room, in this order, and the others.

@@ -9,18 +9,20 @@ no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from tierfall.core.flush.emitter import Component, Context
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.facts import LedgerEntry
-from tierfall.core.flush.lane import FlushLane
 from tierfall.core.flush.messages import DrainDeadline
-from tierfall.core.flush.throttle import Throttle
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, DrainDecision, View
 from tierfall.policies.drain import plan_drain
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 AGAIN_S = 0.5
 """Seconds after which a plan is made anew."""
@@ -33,22 +35,11 @@ class PreemptedError(FlushError):
 class DrainSchedule(Component):
     """See the module. With several drains at once the earliest deadline counts. A drain is not throttled."""
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        lanes: Mapping[str, FlushLane],
-        throttle: Throttle,
-        try_again: Callable[[], None],
-    ) -> None:
-        """``try_again`` has all that waits for its next try tried at once."""
-        super().__init__(context)
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
         self._decides = self._group.decides
-        self._lanes = lanes
-        self._throttle = throttle
-        self._try_again = try_again
         self.plan: tuple[DrainDecision, ...] = ()
-        self._until_s = context.ledger.deadlines
+        self._until_s = self._ledger.deadlines
         self._planned_at_s = 0.0
         self._shares: dict[str, float] = {}
         self._messages.receive(
@@ -81,9 +72,11 @@ class DrainSchedule(Component):
 
         A rank other than 0 stops throttling, and returns no outlook.
         """
-        self._try_again()
+        self._planner.try_again()
         if not self._until_s:
-            self._shares = {tier: self._throttle.shares.get(tier, 1.0) for tier in self._lanes}
+            self._shares = {
+                tier: self._planner.throttle.shares.get(tier, 1.0) for tier in self._lanes
+            }
         self._until_s[asker] = until_s
         if self._decides:
             self._make_plan(self._ledger.now_s)

@@ -8,18 +8,21 @@ and retained like any other checkpoint. Belongs to the coordinator's thread; wor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
-from tierfall.core.flush.emitter import Component, Context
-from tierfall.core.flush.facts import LedgerEntry, entry_of
+from tierfall.core.flush.component import Component
+from tierfall.core.flush.facts import entry_of
 from tierfall.core.flush.messages import ExternalCommit, ExternalCommitsEnd
 from tierfall.core.flush.tasks import Outcome, StoreCall, TaskStore
 from tierfall.core.format.records import Attempt, Commit, parse_commit
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import KeyNotFoundError
 from tierfall.core.types.values import CheckpointId, CopyState
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 logger = logging.getLogger("tierfall")
 
@@ -31,23 +34,15 @@ class ExternalCommits(Component):
     searches in progress: the event that ends each, and whether it is the last.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        on_commit: Callable[[str, LedgerEntry], None],
-    ) -> None:
-        """``on_commit`` is called with a checkpoint that is now in the ledger, and its tier."""
-        super().__init__(context)
-        self._on_commit = on_commit
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
         self._reads_records = self._group.decides
         self._expected: dict[CheckpointId, str] = {}
         self._reading: set[CheckpointId] = set()
         self._newest: CheckpointId | None = None
         self._searches: list[tuple[InterruptibleEvent, bool]] = []
-        self._conditions = Conditions()
-        context.messages.receive(ExternalCommit, announced=self._on_announced)
-        context.messages.receive(ExternalCommitsEnd, announced=self._on_end)
+        self._messages.receive(ExternalCommit, announced=self._on_announced)
+        self._messages.receive(ExternalCommitsEnd, announced=self._on_end)
 
     def expect(self, id: CheckpointId, tier: str) -> None:
         """Expect a checkpoint that another process was asked to write to a tier. Calls are in the order of the
@@ -139,7 +134,7 @@ class ExternalCommits(Component):
         entry.verified |= {tier}  # it was written by this start
         self._ledger.has_begun = True
         self._ledger.enter(entry)
-        self._on_commit(tier, entry)
+        self._planner.on_external_commit(tier, entry)
 
 
 def _read(id: CheckpointId, store: TaskStore, attempt: Attempt) -> Commit:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -97,11 +97,14 @@ class LedgerEntry:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether no work on it is in progress or owed."""
+        """Return whether no work on it is in progress, owed, or due to a failed, damaged or deleted copy."""
         return not (
             self.owed
             or self.set_aside
             or self.uploaded_to
+            or self.overtaken
+            or self.repairable
+            or self.deleted
             or self.awaiting_ranks
             or self.failed
             or self.snapshot is not None
@@ -144,6 +147,13 @@ class LedgerEntry:
         self.deleted = decided.is_deleted(self.id, self.attempt_id)
         given = self.commit.tags if self.commit else ()
         self.tags = decided.tags(self.id, self.attempt_id, given)
+
+    @property
+    def own_bytes(self) -> int:
+        """The bytes of this rank's image; 0 while unknown."""
+        if self.geometry is not None:
+            return self.geometry.image_bytes
+        return self.commit.image_bytes if self.commit is not None else 0
 
     @property
     def start(self) -> AttemptStart | None:
@@ -304,85 +314,6 @@ def _key(id: CheckpointId) -> tuple[int, int]:
     return id.step, id.attempt
 
 
-class AbandonedLines:
-    """The abandoned checkpoints, updated as checkpoints are added and removed.
-
-    An attempt that has committed abandons checkpoints even after its own are deleted; one that has saved only into
-    memory does so while an image is there.
-    """
-
-    def __init__(self) -> None:
-        self._starts: dict[Key, AttemptStart] = {}
-        self._of_memory: dict[Key, AttemptStart] = {}
-        self._whole: dict[CheckpointId, tuple[str | None, Key | None]] = {}
-        self._counts: Counter[Key] = Counter()
-        self._abandoned: set[CheckpointId] = set()
-        self._flipped: set[CheckpointId] = set()
-        self._is_left: Callable[[CheckpointId, str | None], bool] = abandoned_by(())
-        self._outdated = False
-
-    def set_starts(self, starts: Mapping[Key, AttemptStart]) -> None:
-        """Set the starts of the attempts that have committed something."""
-        self._starts = dict(starts)
-        self._outdated = True
-
-    def choose_attempt(self, number: int, attempt_id: str) -> None:
-        """Of attempts that share a number, count the one with this id."""
-        for key, start in self._starts.items():
-            if key[0] == number:
-                self._starts[key] = replace(start, passed_over=key[1] != attempt_id)
-        self._outdated = True
-
-    def note(self, id: CheckpointId, entry: LedgerEntry | None) -> None:
-        """Update a checkpoint; None: it was removed."""
-        self._forget(id)
-        if entry is None or not (entry.is_whole or entry.damage):
-            return
-        start = entry.start
-        self._whole[id] = (entry.attempt_id, None if start is None else start.key)
-        if start is not None:
-            self._note_start(start, committed=CopyState.COMMITTED in entry.states.values())
-        if not self._outdated and self._is_left(id, entry.attempt_id):
-            self._abandoned.add(id)
-            self._flipped.add(id)
-
-    def _note_start(self, start: AttemptStart, *, committed: bool) -> None:
-        self._counts[start.key] += 1
-        if start.key in self._starts:
-            return
-        if start.key not in self._of_memory:
-            self._of_memory[start.key] = start
-            self._outdated = True
-        if committed:
-            self._starts[start.key] = self._of_memory.pop(start.key)
-
-    def _forget(self, id: CheckpointId) -> None:
-        _, key = self._whole.pop(id, (None, None))
-        if key is not None:
-            self._counts[key] -= 1
-            if not self._counts[key]:
-                del self._counts[key]
-                self._outdated |= self._of_memory.pop(key, None) is not None
-        if id in self._abandoned:
-            self._abandoned.discard(id)
-            self._flipped.add(id)
-
-    def abandoned(self) -> Set[CheckpointId]:
-        """Return the abandoned checkpoints: a live set."""
-        if self._outdated:
-            self._outdated = False
-            self._is_left = abandoned_by([*self._starts.values(), *self._of_memory.values()])
-            new = {id for id, (of, _) in self._whole.items() if self._is_left(id, of)}
-            self._flipped |= new ^ self._abandoned
-            self._abandoned = new
-        return self._abandoned
-
-    def take_flipped(self) -> Set[CheckpointId]:
-        """Return the checkpoints whose membership has changed since the last call."""
-        flipped, self._flipped = self._flipped, set()
-        return flipped
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
     """The ranks of a run. Rank 0 decides which copy a tier receives next, when a checkpoint is complete, what is given
@@ -444,15 +375,13 @@ class Ledger:
         ``evaluated_at`` is the training step of the last evaluation: earlier checkpoints may lack its metrics."""
         self.entries = LedgerEntries()
         self._open: dict[CheckpointId, LedgerEntry] = {}
-        self.lineage = AbandonedLines()
         self._views: dict[CheckpointId, CheckpointView] = {}
-        self._counted: dict[CheckpointId, tuple[Mapping[str, int], Mapping[str, CopyState]]] = {}
-        self._deleted: set[CheckpointId] = set()
-        self._repairable: set[CheckpointId] = set()
-        self._overtaken: set[CheckpointId] = set()
-        self._used: Counter[str] = Counter()
-        self._leaving: Counter[str] = Counter()
-        self._whole: Counter[str] = Counter()
+        self._starts: dict[Key, AttemptStart] = {}
+        """The starts of the attempts that have committed something, also if all of that is deleted."""
+        self._present_starts: dict[Key, AttemptStart] = {}
+        """Those, and the starts of the attempts that have an image in memory alone."""
+        self._is_left = abandoned_by(())
+        self._abandoned: set[CheckpointId] = set()
         self.group = group or Group()
         self.shard = self.group.shard
         self.rules = rules
@@ -551,7 +480,7 @@ class Ledger:
             entry.overtaken |= late.get(checkpoint.id, frozenset())
             self.enter(entry)
         listings = tuple(listings)
-        self.lineage.set_starts({start.key: start for start in starts_in(listings)})
+        self._starts = {start.key: start for start in starts_in(listings)}
         for listing in listings:
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
@@ -597,7 +526,11 @@ class Ledger:
         entry = None if checkpoint is None else self.entries.get(checkpoint)
         if entry is not None and entry.attempt_id is not None:
             # of attempts that share its number, this one counts from now on
-            self.lineage.choose_attempt(entry.id.attempt, entry.attempt_id)
+            for key, start in self._starts.items():
+                if key[0] == entry.id.attempt:
+                    passed_over = key[1] != entry.attempt_id
+                    self._starts[key] = replace(start, passed_over=passed_over)
+            self.entries.changed.add(entry.id)
 
     def ordered(self) -> list[LedgerEntry]:
         """Return the entries by the time of their saves."""
@@ -715,61 +648,50 @@ class Ledger:
 
     def used_bytes(self, tier: str) -> int:
         """Return the bytes of this run on a tier, unfinished copies included."""
-        self._refresh()
-        return self._used[tier] + sum(
-            size for (name, _), size in self.unfinished.items() if name == tier
+        copies = sum(entry.bytes.get(tier, 0) for entry in self.entries.values())
+        return copies + sum(size for (name, _), size in self.unfinished.items() if name == tier)
+
+    def bytes_being_deleted(self, tier: str) -> int:
+        """Return the bytes of copies whose deletion is in progress or is retried."""
+        return sum(
+            entry.bytes.get(tier, 0)
+            for entry in self.entries.values()
+            if entry.state(tier) is CopyState.LEAVING
         )
+
+    def whole_copies_on(self, tier: str) -> int:
+        """Return the number of whole copies on a tier."""
+        return sum(entry.readable_on(tier) for entry in self.entries.values())
 
     # Summaries -------------------------------------------------------------------------------------
 
     def open(self) -> list[LedgerEntry]:
-        """Return the entries that are owed, in memory, or being saved, copied or read."""
+        """Return the entries that are owed, overtaken, damaged, deleted by a person, in memory, or being saved, copied
+        or read."""
         self._refresh()
         return list(self._open.values())
 
-    def abandoned(self) -> Set[CheckpointId]:
-        """Return the abandoned checkpoints: a live set, which changes with the ledger. An attempt that has committed
-        something counts also when all of that is deleted."""
-        self._refresh()
-        return self.lineage.abandoned()
-
-    def bytes_being_deleted(self, tier: str) -> int:
-        """Return the bytes of copies whose deletion is in progress or is retried."""
-        self._refresh()
-        return self._leaving[tier]
-
-    def whole_copies_on(self, tier: str) -> int:
-        """Return the number of whole copies on a tier."""
-        self._refresh()
-        return self._whole[tier]
-
-    def overtaken(self) -> list[LedgerEntry]:
-        """Return the entries of which a copy failed, so that newer ones may be committed before it."""
-        self._refresh()
-        return [self.entries[id] for id in self._overtaken]
-
-    def repairable(self) -> list[LedgerEntry]:
-        """Return the entries with a damaged copy that a rule may delete."""
-        self._refresh()
-        return [self.entries[id] for id in sorted(self._repairable, key=_key)]
-
     def deleted(self) -> list[LedgerEntry]:
         """Return the entries that a person has deleted, while there is something left of them."""
+        return sorted((e for e in self.open() if e.deleted), key=lambda entry: entry.id)
+
+    def abandoned(self) -> Set[CheckpointId]:
+        """Return the abandoned checkpoints: a live set, which changes with the ledger. An attempt abandons checkpoints
+        once it has committed one, or while an image of it is in memory."""
         self._refresh()
-        return [self.entries[id] for id in sorted(self._deleted, key=_key)]
+        return self._abandoned
 
     def views(self) -> tuple[CheckpointView, ...]:
         """Return the views of all entries, by step and attempt."""
         self._refresh()
-        abandoned = self.lineage.abandoned()
-        for id in self.lineage.take_flipped():
-            self._views.pop(id, None)
         for id in self.entries.keys() - self._views.keys():
-            self._views[id] = self._view(self.entries[id], abandoned=id in abandoned)
+            self._views[id] = self._view(self.entries[id], abandoned=id in self._abandoned)
         return tuple(self._views[id] for id in self.entries.ids())
 
     def _refresh(self) -> None:
         changed = self.entries.changed
+        if not changed:
+            return
         for id in changed:
             self._views.pop(id, None)
             entry = self.entries.get(id)
@@ -777,38 +699,21 @@ class Ledger:
                 self._open.pop(id, None)
             else:
                 self._open[id] = entry
-            self._count(id, entry)
-            _keep_if(self._overtaken, id, entry is not None and bool(entry.overtaken))
-            _keep_if(self._repairable, id, entry is not None and bool(entry.repairable))
-            _keep_if(self._deleted, id, entry is not None and entry.deleted)
+            if entry is not None and CopyState.COMMITTED in entry.states.values() and entry.start:
+                self._starts.setdefault(entry.start.key, entry.start)
+        sealed = (e for e in self._open.values() if e.state(self.host) is CopyState.SEALED)
+        in_memory = {entry.start.key: entry.start for entry in sealed if entry.start}
+        present = {**in_memory, **self._starts}
+        if present != self._present_starts:
+            self._present_starts, self._is_left = present, abandoned_by(present.values())
+            self._views.clear()
+            self._abandoned.clear()
+            changed.update(self.entries)
+        for id in changed:
+            entry = self.entries.get(id)
+            is_there = entry is not None and bool(entry.is_whole or entry.damage)
+            if entry is not None and is_there and self._is_left(id, entry.attempt_id):
+                self._abandoned.add(id)
+            else:
+                self._abandoned.discard(id)
         changed.clear()
-
-    def _count(self, id: CheckpointId, entry: LedgerEntry | None) -> None:
-        old = self._counted.get(id)
-        new = None if entry is None else (entry.bytes, entry.states)
-        if old == new:
-            return
-        if old is not None:
-            self._add(*old, -1)
-            del self._counted[id]
-        self.lineage.note(id, entry)
-        if new is None:
-            return
-        self._add(*new, 1)
-        self._counted[id] = new
-
-    def _add(self, bytes: Mapping[str, int], states: Mapping[str, CopyState], sign: int) -> None:
-        for tier, size in bytes.items():
-            self._used[tier] += sign * size
-            if states.get(tier) is CopyState.LEAVING:
-                self._leaving[tier] += sign * size
-        for tier, state in states.items():
-            if state in (CopyState.SEALED, CopyState.COMMITTED):
-                self._whole[tier] += sign
-
-
-def _keep_if(ids: set[CheckpointId], id: CheckpointId, holds: bool) -> None:
-    if holds:
-        ids.add(id)
-    else:
-        ids.discard(id)

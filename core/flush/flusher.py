@@ -9,10 +9,11 @@ the coordinator's thread and does no I/O.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from tierfall.core.capture.snapshot import (
     CaptureAdvanced,
@@ -20,9 +21,8 @@ from tierfall.core.capture.snapshot import (
     CaptureFailed,
     CaptureSealed,
 )
-from tierfall.core.flush.deleter import Deleter
-from tierfall.core.flush.drain import DrainSchedule, PreemptedError
-from tierfall.core.flush.emitter import Component, Context, image_bytes_of
+from tierfall.core.flush.component import Component
+from tierfall.core.flush.drain import PreemptedError
 from tierfall.core.flush.facts import CopyFailures, LedgerEntry, without
 from tierfall.core.flush.lane import TRIES_BEFORE_REPORT, FlushLane, Transfer
 from tierfall.core.flush.messages import (
@@ -35,9 +35,6 @@ from tierfall.core.flush.messages import (
     StuckCopy,
 )
 from tierfall.core.flush.tasks import DeleteCopy
-from tierfall.core.flush.throttle import Backlog
-from tierfall.core.flush.verifier import BackgroundVerifier
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import events
 from tierfall.core.types.errors import (
     CapacityError,
@@ -53,6 +50,9 @@ from tierfall.core.types.view import Decision, Eviction, Verdict, View
 from tierfall.policies.backpressure import plan_relief
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 logger = logging.getLogger("tierfall")
 
@@ -84,34 +84,20 @@ class Flusher(Component):
     """Which copy each lane begins next, and what follows when one is committed, stalls or fails. ``errors`` are
     reported at close; ``durable`` holds the last committed copies (checkpoint, tier), oldest first."""
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        lanes: Mapping[str, FlushLane],
-        deleter: Deleter,
-        verifier: BackgroundVerifier,
-        drain_schedule: DrainSchedule,
-        backlog: Backlog,
-        max_wait_s: float,
-    ) -> None:
-        super().__init__(context)
-        self._lanes = lanes
-        self._deleter = deleter
-        self._verifier = verifier
-        self._drain_schedule = drain_schedule
-        self._backlog = backlog
-        self._max_wait_s = {r.name: r.max_wait_s or max_wait_s for r in context.ledger.rules}
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
+        self._max_wait_s = {
+            r.name: r.max_wait_s or coordinator.max_wait_s for r in self._ledger.rules
+        }
         self.errors: list[BaseException] = []
         self.durable: dict[tuple[CheckpointId, str], None] = {}
         self._reported_failing: dict[str, CheckpointId] = {}
-        self._in_order = {rules.name for rules in context.ledger.rules if rules.in_order}
+        self._in_order = {rules.name for rules in self._ledger.rules if rules.in_order}
         self._announced: set[tuple[str, CheckpointId]] = set()
         """The copies that were given up by a rule."""
         self._full: dict[str, StorageFullError] = {}
         """The last write to each tier that found no space on its disk."""
-        self._conditions = Conditions()
-        receive = context.messages.receive
+        receive = self._messages.receive
         receive(AdmittedCopy, announced=self._on_admitted)
         receive(DeletedCopy, announced=self._on_deleted_elsewhere)
         receive(FullTier, reported=self._on_full_elsewhere)
@@ -149,7 +135,7 @@ class Flusher(Component):
                 )
                 self._messages.report_copy_failed(lane.tier, entry.id, error)
             elif not self._group.decides:
-                is_deleting = self._deleter.is_deleting(lane.tier)
+                is_deleting = self._planner.deleter.is_deleting(lane.tier)
                 if not (lane.disk_full or is_deleting or self._ledger.restoring):
                     self._begin(lane, entry)  # rank 0 has made room already
                 return
@@ -168,7 +154,8 @@ class Flusher(Component):
 
     def _begin(self, lane: FlushLane, entry: LedgerEntry) -> None:
         """Begin a copy that has room."""
-        self._emitter.flush_begun(lane.tier, entry, lane.edge_bytes, tries=lane.tries)
+        size = entry.own_bytes
+        self._emit(events.FlushBegun, id=entry.id, tier=lane.tier, bytes=size, tries=lane.tries)
         lane.begin(entry, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
         if self._group.decides:
             self._messages.announce_to_others(AdmittedCopy(), entry.id, lane.tier)
@@ -183,7 +170,7 @@ class Flusher(Component):
         if now_s >= lane.not_before_s:
             # other processes may free room on the disk, or have unpinned a checkpoint
             lane.not_before_s = now_s + self._ledger.longest_wait_s
-            self._deleter.schedule_plan(lane.tier)
+            self._planner.deleter.schedule_plan(lane.tier)
         if self._ledger.many_ranks:  # they do not wait for one of them
             self._messages.report_copy_failed(lane.tier, entry.id, error)
         else:
@@ -220,7 +207,7 @@ class Flusher(Component):
             entry.note_gone(tier)
             self._ledger.forget_if_gone(entry)
             return
-        self._deleter.delete(
+        self._planner.deleter.delete(
             DeleteCopy(
                 tier=tier,
                 id=id,
@@ -260,7 +247,7 @@ class Flusher(Component):
         the error."""
         if tier not in self._ledger.failing:
             self._ledger.failing[tier] = error
-            self._emitter.emit(events.TierFailing, tier=tier, reason=error)
+            self._emit(events.TierFailing, tier=tier, reason=error)
             self.errors.append(error)
             self._conditions.report(tier, logging.ERROR, "%s", error)
         for entry in self._ledger.open():
@@ -294,7 +281,7 @@ class Flusher(Component):
 
     def _accepts_copies(self, tier: str) -> None:
         if self._ledger.failing.pop(tier, None) is not None:
-            self._emitter.emit(events.TierRecovered, tier=tier)
+            self._emit(events.TierRecovered, tier=tier)
         owed = sum(tier in entry.owed for entry in self._ledger.open())
         text = "tier %s accepts copies again; copies that it is still owed: %d"
         self._conditions.end(tier, text, tier, owed)
@@ -321,12 +308,13 @@ class Flusher(Component):
         # A copy for which others were deleted does not show that the disk has room: the next one does.
         if not lane.disk_full and self._full.pop(tier, None) is None:
             self._conditions.end((tier, StorageFullError), "tier %s has room for %s", tier, id)
-        self._emitter.committed(lane.tier, id, stored_bytes)
+        since_s = None if entry.handle is None else self._ledger.now_s - entry.handle.began_s
+        self._emit(events.Committed, id=id, tier=tier, bytes=stored_bytes, seconds=since_s)
         self.durable[id, lane.tier] = None
         if len(self.durable) > DURABLE_REMEMBERED:
             del self.durable[next(iter(self.durable))]
-        self._deleter.schedule_plan(lane.tier)
-        self._backlog.on_committed(lane.tier, id)
+        self._planner.deleter.schedule_plan(lane.tier)
+        self._planner.backlog.on_committed(lane.tier, id)
         if entry.handle is not None:
             entry.handle.on_committed(lane.tier)
 
@@ -334,10 +322,11 @@ class Flusher(Component):
         """A copy failed. It is still owed unless no attempt can succeed; files that it may have left are noted."""
         entry, error = transfer.entry, transfer.error
         assert error is not None
-        self._emitter.flush_failed(lane.tier, entry.id, error)
+        seconds = self._ledger.now_s - lane.began_s
+        self._emit(events.FlushFailed, id=entry.id, tier=lane.tier, reason=error, seconds=seconds)
         entry.set_state(lane.tier, CopyState.ABSENT)
         if transfer.published:
-            self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
+            self._ledger.unfinished[lane.tier, entry.id] = entry.own_bytes
         if lane.tier not in entry.owed:
             if entry.deleted:
                 lane.forget_stall()
@@ -405,15 +394,6 @@ class Flusher(Component):
         error.__cause__ = cause
         self._messages.report_copy_failed(tier, entry.id, error, set_aside=True)
 
-    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        """Stop trying a copy in this start. Commit records of later ones say that it is still owed."""
-        entry.set_aside = {**entry.set_aside, tier: error}
-        entry.overtaken |= {tier}
-        entry.owed -= {tier}
-        self._emitter.emit(events.SetAside, id=entry.id, tier=tier, reason=error)
-        self._report(entry, tier, error)
-        self.stop_copy(entry, tier, error)
-
     def stalled(self, lane: FlushLane, error: BaseException, now_s: float) -> None:
         """A copy could not continue. Its written chunks are kept, and it is retried from there."""
         if lane.stall(now_s):
@@ -434,9 +414,7 @@ class Flusher(Component):
         at ``until_s``."""
         now_s = self._ledger.now_s
         again_s = max(0.0, until_s - now_s)
-        self._emitter.emit(
-            events.FlushStalled, id=entry.id, tier=tier, reason=error, again_s=again_s
-        )
+        self._emit(events.FlushStalled, id=entry.id, tier=tier, reason=error, again_s=again_s)
         self._conditions.report(
             tier, logging.WARNING, "flush of %s to %s stalls, and continues in %.1f s: %s",
             entry.id, tier, until_s - now_s, error,
@@ -448,15 +426,6 @@ class Flusher(Component):
         """A copy was uploaded, and its commit record cannot be written: it has failed, and is still owed."""
         transfer = Transfer(entry=entry, error=error, published=True)
         self._on_copy_failed(self._lanes[tier], transfer, self._ledger.now_s)
-
-    def _report(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        if entry.handle is not None:
-            entry.handle.on_tier_failed(tier, error)
-        self.errors.append(error)
-        if isinstance(error, CapacityError):  # later steps are no smaller, as a rule
-            self._conditions.report((tier, CapacityError), logging.ERROR, "%s", error)
-        else:
-            logger.error("%s", error)
 
     def on_task_error(self, error: BaseException | None) -> None:
         """Stop writing, on all ranks, if a task failed because its tier has a record of a newer attempt."""
@@ -475,14 +444,14 @@ class Flusher(Component):
         """A newer attempt exists: this process writes nothing more."""
         if self._ledger.fenced is None:
             self._ledger.fenced = error
-            self._emitter.emit(events.OperationFailed, doing="fence", reason=error)
+            self._emit(events.OperationFailed, doing="fence", reason=error)
             self.errors.append(error)
             logger.error("%s", error)
         for entry in self._ledger.open():
             entry.give_up(tuple(entry.owed), error)
         for lane in self._lanes.values():
             lane.give_up(error)
-        self._deleter.cancel()
+        self._planner.deleter.cancel()
 
     def is_newest(self, tier: str, entry: LedgerEntry) -> bool:
         """Return whether ``latest`` of a tier may name this checkpoint: it never goes back."""
@@ -497,7 +466,7 @@ class Flusher(Component):
         abandoned = self._ledger.abandoned()
         found = (
             e.id
-            for e in self._ledger.overtaken()
+            for e in self._ledger.open()
             if tier in e.overtaken
             and e.age_order < entry.age_order
             and not (e.id in abandoned or e.deleted or e.state(tier) is CopyState.COMMITTED)
@@ -507,21 +476,35 @@ class Flusher(Component):
     def give_up_for_all(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Give up a copy that this rank can never make, on all ranks."""
         self._messages.report_copy_failed(tier, entry.id, error)
-        self.give_up_copy(entry, tier, error)
+        self.give_up(entry, tier, error)
 
-    def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        entry.owed -= {tier}
-        self._emitter.emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
-        self._report(entry, tier, error)
-        self.stop_copy(entry, tier, error)
-        if not any(lane.is_copying(entry.id) for lane in self._lanes.values()):
-            self._ledger.forget_if_gone(entry)
-
-    def stop_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        """Abort a copy that was given up, if it is in progress."""
-        lane = self._lanes[tier]
-        if lane.is_copying(entry.id):
-            lane.give_up(error)
+    def give_up(
+        self,
+        entry: LedgerEntry,
+        tier: str,
+        error: BaseException,
+        *,
+        by_rule: bool = False,
+        set_aside: bool = False,
+    ) -> None:
+        """Make no copy. ``by_rule``: that is no failure; ``set_aside``: it is still owed, to the next start."""
+        self._announced.discard((tier, entry.id))
+        if self._lanes[tier].is_copying(entry.id):
+            self._lanes[tier].give_up(error)
+        if tier not in entry.owed:
+            return
+        if set_aside:
+            entry.set_aside = {**entry.set_aside, tier: error}
+        kind = events.SetAside if set_aside else events.FlushGivenUp
+        self._emit(kind, id=entry.id, tier=tier, reason=error)
+        entry.give_up([tier], error)
+        if by_rule:
+            return
+        self.errors.append(error)
+        if isinstance(error, CapacityError):  # later steps are no smaller, as a rule
+            self._conditions.report((tier, CapacityError), logging.ERROR, "%s", error)
+        else:
+            logger.error("%s", error)
 
     # Order ------------------------------------------------------------------------------------------
 
@@ -535,8 +518,8 @@ class Flusher(Component):
                 (entry for entry in waiting if entry.id in admitted),
                 key=lambda entry: admitted.index(entry.id),
             )
-        elif self._drain_schedule.active:
-            yield from self._drain_schedule.in_order(tier, waiting)
+        elif self._planner.drain_schedule.active:
+            yield from self._planner.drain_schedule.in_order(tier, waiting)
         elif tier in self._in_order or not waiting:
             yield from waiting
         else:
@@ -563,7 +546,7 @@ class Flusher(Component):
     ) -> bool:
         """Return whether newer copies are on the tier, and this one needs the room of one, or does not fit. Copies that
         a person has deleted count as free room. False for a pinned one, and where copies are made in order."""
-        draining = self._drain_schedule.active
+        draining = self._planner.drain_schedule.active
         is_in_order = tier in self._in_order and not draining and tier not in entry.overtaken
         if entry.pinned or is_in_order:
             return False
@@ -596,16 +579,6 @@ class Flusher(Component):
         self._announced.add((tier, entry.id))
         self._messages.report(GivenUpCopy(reason=reason, by_rule=True), entry.id, tier)
 
-    def give_up_by_rule(self, entry: LedgerEntry, tier: str, reason: str) -> None:
-        """Give up a copy on this rank, as rank 0 announced."""
-        self._announced.discard((tier, entry.id))
-        if tier not in entry.owed:
-            return
-        error = entry.given_up(f"{tier}: {reason}")
-        self._emitter.emit(events.FlushGivenUp, id=entry.id, tier=tier, reason=error)
-        entry.give_up([tier], error)
-        self._ledger.forget_if_gone(entry)
-
     # Room -------------------------------------------------------------------------------------------
 
     def _note_full(self, lane: FlushLane, error: StorageFullError) -> None:
@@ -615,7 +588,7 @@ class Flusher(Component):
 
     def _try_admit(self, lane: FlushLane, entry: LedgerEntry) -> RoomDecision:
         """Decide whether a copy may begin; start the evictions that it needs."""
-        if self._ledger.restoring or self._deleter.is_deleting(lane.tier):
+        if self._ledger.restoring or self._planner.deleter.is_deleting(lane.tier):
             return WAIT
         rules = self._ledger.rules_of(lane.tier)
         capacity = rules.capacity_bytes
@@ -653,7 +626,7 @@ class Flusher(Component):
         if not displaces_newer(plan):
             return False
         best = self._plan(replace(view, assume_verified=True), lane, need=need, free=free)
-        if displaces_newer(best) or not self._verifier.hasten(lane.tier):
+        if displaces_newer(best) or not self._planner.verifier.hasten(lane.tier):
             reason = "newer ones came first, and there is no room beside them"
             self._give_up_by_rule(entry, lane.tier, reason)
         return True
@@ -661,7 +634,7 @@ class Flusher(Component):
     def _damaged_for_room(self, view: View, lane: FlushLane, short_bytes: int) -> list[Decision]:
         """Return the damaged copies to evict where ``short_bytes`` are missing, before any good copy."""
         chosen: list[Decision] = []
-        for decision in self._deleter.damaged_for_room(view, lane.tier)[0]:
+        for decision in self._planner.deleter.damaged_for_room(view, lane.tier)[0]:
             if short_bytes <= 0:
                 break
             chosen.append(decision)
@@ -674,7 +647,7 @@ class Flusher(Component):
         """Carry out an eviction plan. A copy that fits begins at once; evictions that only restore the low watermark
         run meanwhile."""
         fits = free >= need
-        if self._deleter.rules_are_suspended and plan.deletions:
+        if self._planner.deleter.rules_are_suspended and plan.deletions:
             # nothing is evicted before it is known which copies are good
             return ADMIT if fits else WAIT
         if plan.deletions and plan.missing_bytes == 0:
@@ -682,17 +655,17 @@ class Flusher(Component):
         if fits:
             return ADMIT  # above the high watermark, and nothing more may be evicted
         # after verification others may be evicted
-        if self._verifier.hasten(lane.tier) or self._relieve(lane, plan.missing_bytes):
+        if self._planner.verifier.hasten(lane.tier) or self._relieve(lane, plan.missing_bytes):
             return WAIT
         return RoomDecision(False, self._no_room(lane, entry, need, max(free, 0)))
 
     def _evict(self, plan: Eviction, lane: FlushLane) -> bool:
         """Start the evictions; return False where they have to wait."""
         ids = [decision.checkpoint for decision in plan.deletions]
-        if not self._deleter.rules_may_delete(lane.tier):
+        if not self._planner.deleter.rules_may_delete(lane.tier):
             return False
         for decision in plan.deletions:
-            begun = self._deleter.request_delete(
+            begun = self._planner.deleter.request_delete(
                 lane.tier, decision.checkpoint, decision.reason, beside=ids
             )
             if begun and lane.disk_full:
@@ -740,7 +713,7 @@ class Flusher(Component):
 
     def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
         """Return the bytes of all images of a checkpoint that this rank sees on a tier."""
-        return image_bytes_of(entry) * len(self._group.ranks_on(tier))
+        return entry.own_bytes * len(self._group.ranks_on(tier))
 
     def _collect_unfinished(self, lane: FlushLane, entry: LedgerEntry) -> bool:
         """Delete what failed attempts left of other checkpoints; return whether any deletion began. Else a later copy
@@ -748,7 +721,7 @@ class Flusher(Component):
         unfinished = [id for tier, id in self._ledger.unfinished if tier == lane.tier]
         why = "it was left unfinished, and room is needed"
         others = [id for id in unfinished if id != entry.id]
-        return any([self._deleter.collect_unfinished(lane.tier, id, why) for id in others])
+        return any([self._planner.deleter.collect_unfinished(lane.tier, id, why) for id in others])
 
     def _relieve(self, lane: FlushLane, missing_bytes: int) -> bool:
         """Give up what slower tiers are owed of one checkpoint, where their rules permit it and that makes room."""
@@ -769,7 +742,7 @@ class Flusher(Component):
         found = f"there is room for {format_size(free)}"
         if lane.disk_full:
             found = f"the disk is full ({self._full[lane.tier]})"
-        _, damaged = self._deleter.damaged_for_room(self._ledger.view(), lane.tier)
+        _, damaged = self._planner.deleter.damaged_for_room(self._ledger.view(), lane.tier)
         kept = ""
         if damaged:
             named = format_some([str(id) for id in damaged])
@@ -798,19 +771,6 @@ def _flush_error(entry: LedgerEntry, tier: str, cause: BaseException) -> FlushEr
 class CaptureEvents(Component):
     """A snapshot from the beginning of its capture until its image is sealed or given up."""
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        lanes: Mapping[str, FlushLane],
-        flusher: Flusher,
-        backlog: Backlog,
-    ) -> None:
-        super().__init__(context)
-        self._lanes = lanes
-        self._flusher = flusher
-        self._backlog = backlog
-
     def on_begun(self, event: CaptureBegun) -> None:
         snapshot = event.snapshot
         entry = LedgerEntry(
@@ -828,11 +788,17 @@ class CaptureEvents(Component):
         entry.owed = frozenset(name for name in event.tiers if name in self._lanes)
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.image_plan.image_bytes)
         self._ledger.enter(entry)
-        self._emitter.save_begun(entry)
-        self._backlog.on_owed(entry.id, event.tiers)
+        self._emit(
+            events.SaveBegun,
+            id=entry.id,
+            bytes=entry.own_bytes,
+            lazy_bytes=snapshot.lazy_bytes,
+            tiers=tuple(sorted(entry.owed)),
+        )
+        self._planner.backlog.on_owed(entry.id, event.tiers)
         if (fenced := self._ledger.fenced) is not None:
             entry.give_up(tuple(entry.owed), fenced)
-        self._flusher.save_begun(entry)
+        self._planner.flusher.save_begun(entry)
         for (tier, id), error in self._ledger.lost_copies.items():
             if id == entry.id:
                 entry.give_up([tier], error)
@@ -858,7 +824,16 @@ class CaptureEvents(Component):
         if entry.failed:
             self._unseal(entry)
             return None
-        self._emitter.captured(entry)
+        assert entry.handle is not None
+        stats = entry.handle.stats
+        self._emit(
+            events.Captured,
+            id=entry.id,
+            bytes=entry.own_bytes,
+            seconds=self._ledger.now_s - entry.handle.began_s,
+            blocked_s=stats.blocked_s,
+            lazy=stats.lazy,
+        )
         return entry
 
     def on_damage_found(self, id: CheckpointId, why: str) -> None:
@@ -883,12 +858,13 @@ class CaptureEvents(Component):
 
     def give_up(self, entry: LedgerEntry, error: BaseException, outcome: SaveOutcome) -> None:
         """Give up a save, as rank 0 has announced to all ranks."""
-        if entry.failed or entry.state(self._ledger.host) is CopyState.LEAVING:
+        held = (CopyState.ARRIVING, CopyState.SEALED)
+        if entry.failed or entry.state(self._ledger.host) not in held:
             return
         entry.failed = True
-        self._backlog.forget(entry.id)
-        self._emitter.save_ended(entry.id, outcome, error)
-        self._flusher.errors.append(error)
+        self._planner.backlog.forget(entry.id)
+        self._emit(events.SaveEnded, id=entry.id, outcome=outcome, reason=error)
+        self._planner.flusher.errors.append(error)
         logger.error("%s", error)
         if entry.handle is not None:
             entry.handle.on_given_up(outcome, error)
@@ -899,7 +875,7 @@ class CaptureEvents(Component):
 
     def on_failed(self, event: CaptureFailed) -> None:
         id, error = event.id, event.error
-        self._backlog.forget(id)
+        self._planner.backlog.forget(id)
         entry = self._ledger.entries.get(id)
         if entry is None:  # the save failed before its capture was announced, or was reported
             event.region.release()
@@ -908,8 +884,8 @@ class CaptureEvents(Component):
         if entry.snapshot is None:
             return
         if not entry.failed:
-            self._emitter.save_ended(id, SaveOutcome.FAILED, error)
-        self._flusher.errors.append(error)
+            self._emit(events.SaveEnded, id=id, outcome=SaveOutcome.FAILED, reason=error)
+        self._planner.flusher.errors.append(error)
         logger.error("save: step %d is given up: %s", id.step, error)
         if entry.handle is not None:
             entry.handle.on_given_up(SaveOutcome.FAILED, error)

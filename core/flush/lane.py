@@ -8,12 +8,12 @@ on its source only while it reads, so that a copy may change its source between 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Sequence
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from tierfall.core.copies.image_writes import ImageUpload
-from tierfall.core.flush.emitter import Context
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.messages import FoundDamage
 from tierfall.core.flush.tasks import (
@@ -31,6 +31,9 @@ from tierfall.core.format.records import Commit, Geometry, Manifest
 from tierfall.core.types.backend import part_bytes
 from tierfall.core.types.errors import FlushError, KeyNotFoundError, StorageFullError, is_damage
 from tierfall.core.types.values import CheckpointId, CopyState
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 
 class Phase(StrEnum):
@@ -67,55 +70,6 @@ class Transfer:
     source_is_unread: bool = False
 
 
-class CopySources:
-    """The sources of copies to ``tier``: the fastest that has the bytes and has not returned wrong ones. ``order`` are
-    the tiers that are written to, fastest first; those that are only read come after them."""
-
-    def __init__(self, tier: str, *, order: Sequence[str], host: str) -> None:
-        self._tier = tier
-        self._order = order
-        self._host = host
-        self._bad: dict[CheckpointId, set[str]] = {}
-
-    def find(
-        self, entry: LedgerEntry, chunk: int | None = None, *, spare_memory: bool = False
-    ) -> CopySource | None:
-        """Return the fastest source of a chunk or, without ``chunk``, of the whole image. With ``spare_memory``, use
-        host memory only if no stored tier has it."""
-        bad = self._bad.get(entry.id, ())
-        only_read = (tier for tier in entry.states if tier not in self._order)
-        for tier in (*self._order, *only_read):
-            if tier == self._tier or tier in bad:
-                continue
-            if tier == self._host:
-                if spare_memory and self._is_stored_elsewhere(entry, bad):
-                    continue
-                final = chunk is not None and chunk < entry.final_chunks
-                whole = entry.readable_on(tier) or entry.awaiting_ranks
-                if entry.region is not None and (final or whole):
-                    return CopySource(tier=tier, region=entry.region)
-            elif entry.state(tier) is CopyState.COMMITTED:
-                return CopySource(tier=tier)
-        return None
-
-    def _is_stored_elsewhere(self, entry: LedgerEntry, bad: Collection[str]) -> bool:
-        return any(
-            entry.state(tier) is CopyState.COMMITTED and tier not in bad and tier != self._tier
-            for tier in self._order
-        )
-
-    def exclude(self, id: CheckpointId, tier: str) -> None:
-        """Read this checkpoint no more from a tier: its bytes there are wrong, or may not be read."""
-        self._bad.setdefault(id, set()).add(tier)
-
-    def readmit(self, id: CheckpointId, tier: str) -> None:
-        """Read this checkpoint from a tier again."""
-        self._bad[id].discard(tier)
-
-    def forget(self, id: CheckpointId) -> None:
-        self._bad.pop(id, None)
-
-
 TRIES_BEFORE_REPORT = 3
 
 
@@ -141,20 +95,21 @@ class LaneLimits:
 
 class FlushLane:
     """The state of copies to one stored tier. If memory is short, a tier that has the bytes is read instead.
-    ``arrivals`` counts the copies that the tier has received; ``edge_bytes`` counts bytes by source; ``stalled`` is the
-    error of the last outcome, if the copy can continue, ``last_error`` that of the last copy that stalled or failed.
-    ``disk_full``: the last write found no space; ``lacks_room``: no room can be made for the next copy until something
-    changes; on a rank other than 0: it was asked for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and
-    grows by each try; else it is 0."""
+    ``arrivals`` counts the copies that the tier has received; ``edge_bytes`` counts bytes by source, ``sources`` those
+    of the last copy, which began at ``began_s``; ``stalled`` is the error of the last outcome, if the copy can
+    continue, ``last_error`` that of the last copy that stalled or failed. ``disk_full``: the last write found no space;
+    ``lacks_room``: no room can be made for the next copy until something changes; on a rank other than 0: it was asked
+    for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and grows by each try; else it is 0."""
 
-    def __init__(self, tier: str, *, limits: LaneLimits, context: Context) -> None:
+    def __init__(self, tier: str, *, limits: LaneLimits, coordinator: Coordinator) -> None:
         self.tier = tier
         self._limits = limits
-        self._ledger = context.ledger
-        order = [rules.name for rules in context.ledger.rules]
-        self._sources = CopySources(tier, order=order, host=context.ledger.host)
-        self._messages = context.messages
-        self._submit = context.dispatch
+        self._ledger = coordinator.ledger
+        self._order = [rules.name for rules in coordinator.ledger.rules]
+        self._bad: dict[CheckpointId, set[str]] = {}
+        """Where a checkpoint's bytes are wrong, or may not be read."""
+        self._messages = coordinator.messages
+        self._submit = coordinator.dispatch
         self.active: Transfer | None = None
         self.tries = 0
         self.failing_since_s: float | None = None
@@ -164,7 +119,9 @@ class FlushLane:
         self.room_tries = 0
         self.stalled: BaseException | None = None
         self.last_error: BaseException | None = None
-        self.edge_bytes: dict[str, int] = {}
+        self.edge_bytes: Counter[str] = Counter()
+        self.sources: Counter[str] = Counter()
+        self.began_s = 0.0
         self.arrivals = 0
 
     # Driving ---------------------------------------------------------------------------------------
@@ -172,6 +129,8 @@ class FlushLane:
     def begin(self, entry: LedgerEntry, *, leftover: bool) -> None:
         """Start a copy, for which there is room. ``leftover`` is as in ``OpenShard``."""
         self.active = Transfer(entry=entry)
+        self.began_s = self._ledger.now_s
+        self.sources.clear()
         entry.set_state(self.tier, CopyState.ARRIVING)
         source = self._source(entry)
         needs_reading = entry.manifest is None and entry.snapshot is None
@@ -298,8 +257,8 @@ class FlushLane:
             transfer.done += 1
             transfer.done_bytes += task.end - task.start
             transfer.outstanding.discard(task.number)
-            source = task.source.tier
-            self.edge_bytes[source] = self.edge_bytes.get(source, 0) + task.end - task.start
+            for counted in (self.edge_bytes, self.sources):
+                counted[task.source.tier] += task.end - task.start
         elif outcome.side is Side.SOURCE and self._exclude_source(
             transfer, task.source, outcome.error
         ):
@@ -320,14 +279,15 @@ class FlushLane:
         if source is None or getattr(error, "retryable", False):
             return False
         id, damages = transfer.entry.id, is_damage(error)
-        self._sources.exclude(id, source.tier)
+        bad = self._bad.setdefault(id, set())
+        bad.add(source.tier)
         is_gone = isinstance(error, KeyNotFoundError)
         if damages and not is_gone and source.region is None:
             self._messages.report(FoundDamage(text=str(error)), id, source.tier)
         if self._source(transfer.entry) is not None:
             return True
         if not damages:
-            self._sources.readmit(id, source.tier)
+            bad.discard(source.tier)
         return False
 
     # Dispatching -----------------------------------------------------------------------------------
@@ -395,7 +355,25 @@ class FlushLane:
         return entry.manifest
 
     def _source(self, entry: LedgerEntry, chunk: int | None = None) -> CopySource | None:
-        return self._sources.find(entry, chunk, spare_memory=self._ledger.memory_is_short)
+        """Return the source of a chunk or, without ``chunk``, of the whole image: the fastest tier that has it and has
+        not returned wrong bytes; those that are only read come last. If memory is short, host memory is
+        left out once a tier that is written to has the checkpoint."""
+        bad, host = self._bad.get(entry.id, ()), self._ledger.host
+
+        def is_stored(tier: str) -> bool:
+            is_other = tier not in (self.tier, host, *bad)
+            return is_other and entry.state(tier) is CopyState.COMMITTED
+
+        spares = self._ledger.memory_is_short and any(map(is_stored, self._order))
+        final = chunk is not None and chunk < entry.final_chunks
+        whole = entry.readable_on(host) or entry.awaiting_ranks
+        is_in_memory = (final or whole) and host not in bad and not spares
+        for tier in (*self._order, *(tier for tier in entry.states if tier not in self._order)):
+            if tier == host and is_in_memory and entry.region is not None:
+                return CopySource(tier=tier, region=entry.region)
+            if is_stored(tier):
+                return CopySource(tier=tier)
+        return None
 
     def _all_copied(self, transfer: Transfer) -> bool:
         entry = transfer.entry
@@ -490,7 +468,7 @@ class FlushLane:
         return entry.snapshot is None and self._source(entry) is None
 
     def succeeded(self, entry: LedgerEntry) -> None:
-        self._sources.forget(entry.id)
+        self._bad.pop(entry.id, None)
         self.arrivals += 1
         self.tries = 0
         self.last_error = None

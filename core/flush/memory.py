@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Protocol
 
 from tierfall.core.capture.snapshot import CaptureAdvanced, HostMemory, HostRegion
-from tierfall.core.flush.emitter import Component, Context
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.facts import LedgerEntry
-from tierfall.core.flush.flusher import Flusher
-from tierfall.core.flush.lane import FlushLane
 from tierfall.core.flush.tasks import AdmissionRequest, CopyRun, Event, Outcome
-from tierfall.core.flush.throttle import Backlog
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import events
 from tierfall.core.types.errors import CapacityError, FlushError
 from tierfall.core.types.units import format_size
@@ -25,6 +21,9 @@ from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Whe
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.backpressure import plan_superseding
 from tierfall.policies.eviction import plan_eviction
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 logger = logging.getLogger("tierfall")
 
@@ -42,29 +41,13 @@ class LeftoverMemory(Protocol):
 class Admissions(Component):
     """Saves that wait for a region, first come, first served."""
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        host: HostMemory,
-        flusher: Flusher,
-        lanes: Mapping[str, FlushLane],
-        backlog: Backlog,
-        leftovers: LeftoverMemory | None,
-        when_full: WhenFull,
-        max_wait_s: float,
-    ) -> None:
-        super().__init__(context)
-        ledger = context.ledger
+    def __init__(self, coordinator: Coordinator, *, host: HostMemory, when_full: WhenFull) -> None:
+        super().__init__(coordinator)
+        ledger = coordinator.ledger
         self._host = host
-        self._flusher = flusher
-        self._lanes = lanes
         self._kept: tuple[str, ...] = ()
         """Why no image was superseded for the last save."""
-        self._backlog = backlog
-        self._leftovers = leftovers
         self._when_full = when_full
-        self._max_wait_s = max_wait_s
         self._bounds_s = {r.name: r.max_wait_s for r in ledger.rules if r.max_wait_s is not None}
         self._may_supersede = when_full is WhenFull.SUPERSEDE or any(
             r.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE)
@@ -76,16 +59,15 @@ class Admissions(Component):
         self._waiting: deque[AdmissionRequest] = deque()
         self._refused: AdmissionRequest | None = None
         self._only_progress = False
-        self._conditions = Conditions()
 
     def enqueue(self, request: AdmissionRequest) -> None:
         self._waiting.append(request)
 
-    def observe(self, events: Collection[Event]) -> bool:
+    def observe(self, handled: Collection[Event]) -> bool:
         """Note the events of this step; return whether anything but progress of copies has happened. While copies only
         make progress, nothing further may be deleted, and a plan for room, which is linear in the number of
         checkpoints, is not made again."""
-        self._only_progress = bool(events) and all(self._is_progress(event) for event in events)
+        self._only_progress = bool(handled) and all(self._is_progress(event) for event in handled)
         return not self._only_progress
 
     def _is_progress(self, event: Event) -> bool:
@@ -111,10 +93,10 @@ class Admissions(Component):
             return request.deadline_s
         behind = {tier for e in self._ledger.open() if e.region is not None for tier in e.owed}
         bound_s = max(
-            (self._bounds_s.get(tier, self._max_wait_s) for tier in behind),
-            default=self._max_wait_s,
+            (self._bounds_s.get(tier, self._planner.max_wait_s) for tier in behind),
+            default=self._planner.max_wait_s,
         )
-        return request.deadline_s - self._max_wait_s + bound_s
+        return request.deadline_s - self._planner.max_wait_s + bound_s
 
     def try_admit(self, now_s: float) -> None:
         """Answer each request that has room now or has waited long enough; refuse all if there is a newer attempt."""
@@ -140,13 +122,14 @@ class Admissions(Component):
                     return
                 if region is None:
                     error = self._no_room(request)
-                    self._emitter.save_ended(request.id, SaveOutcome.SKIPPED, error)
+                    skipped = SaveOutcome.SKIPPED
+                    self._emit(events.SaveEnded, id=request.id, outcome=skipped, reason=error)
             self._waiting.popleft()
             if region is not None:
                 host = self._ledger.host
                 self._conditions.end(host, "tier %s has room again: saves are not skipped", host)
             request.on_answer(region, error)
-            self._backlog.on_save_admitted(now_s)
+            self._planner.backlog.on_save_admitted(now_s)
 
     def _allocate(self, request: AdmissionRequest, *, may_plan: bool) -> HostRegion | None:
         """Allocate a region; evict images one by one until it fits. Files may be of several sizes, so that the free
@@ -170,7 +153,8 @@ class Admissions(Component):
         evictable = [d for d in plan.deletions if not self._relied_on(d)]
         # other ranks' images of an earlier start go before an image of this rank that is of use
         may_evict = bool(evictable) and not self._is_of_use(view, evictable[0])
-        if not may_evict and self._leftovers is not None and self._leftovers.evict_oldest():
+        leftovers = self._planner.leftovers
+        if not may_evict and leftovers is not None and leftovers.evict_oldest():
             return True
         if evictable:
             self._evict(evictable[0])
@@ -249,15 +233,16 @@ class Admissions(Component):
             f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
             "or flush less"
         )
-        self._emitter.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
+        superseded = SaveOutcome.SUPERSEDED
+        self._emit(events.SaveEnded, id=entry.id, outcome=superseded, reason=error)
         if entry.region.sealed:
             entry.region.unseal()
         entry.owed = frozenset()
         entry.set_state(host, CopyState.LEAVING)
         if entry.handle is not None:
-            entry.handle.on_given_up(SaveOutcome.SUPERSEDED, error)
+            entry.handle.on_given_up(superseded, error)
         logger.warning("%s", error)
-        self._messages.report_save_failed(entry.id, error, SaveOutcome.SUPERSEDED)
+        self._messages.report_save_failed(entry.id, error, superseded)
 
     def _no_room(self, request: AdmissionRequest) -> CapacityError:
         """Return the error of a skipped save, and log it; with ``skip``, once until a save finds room again."""
@@ -267,7 +252,7 @@ class Admissions(Component):
         if self._when_full is WhenFull.SKIP:
             waited = "none is free (when_full: skip)"
         else:
-            waited_s = self._deadline_s(request) - request.deadline_s + self._max_wait_s
+            waited_s = self._deadline_s(request) - request.deadline_s + self._planner.max_wait_s
             waited = f"none became free within max_wait ({waited_s:g} s)"
         if self._may_supersede and self._kept:
             kept = f" (nothing was given up for it: {'; '.join(self._kept)})"
@@ -294,21 +279,15 @@ class Admissions(Component):
         if not any(state is CopyState.COMMITTED for state in entry.states.values()):
             for name in sorted(entry.owed - entry.uploaded_to):  # an uploaded image needs no source
                 error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
-                self._flusher.give_up_for_all(entry, name, error)
+                self._planner.flusher.give_up_for_all(entry, name, error)
         self.free(entry, decision.reason)
-
-    def free_leftovers(self, is_noted: Callable[[CheckpointId], bool]) -> None:
-        """Free what an earlier start has left of deleted checkpoints, if no restore may read it. ``is_noted`` tells
-        whether the deletion is in the list of each tier."""
-        if self._leftovers is not None and not self._ledger.restoring:
-            self._leftovers.free_deleted(is_noted)
 
     def free(self, entry: LedgerEntry, reason: str = "deleted by a person") -> None:
         """Free the region of a checkpoint's image."""
         self._asked.discard(entry.id)
         host = self._ledger.host
         size = entry.bytes.get(host, 0)
-        self._emitter.emit(events.Evicted, id=entry.id, tier=host, bytes=size, reason=reason)
+        self._emit(events.Evicted, id=entry.id, tier=host, bytes=size, reason=reason)
         entry.free()
         entry.final_chunks = 0
         entry.note_gone(host)

@@ -8,7 +8,7 @@ and reads no clock.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from tierfall.core.flush.tasks import CopyRun, FinishCopy, OpenShard, Outcome, Task
@@ -78,32 +78,32 @@ class TierThroughput:
     """See the module. Bytes are those of this rank's images, uncompressed."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _LaneActivity] = {}
+        self._lanes: defaultdict[str, _LaneActivity] = defaultdict(_LaneActivity)
         self._begun = 0
-        self._free: dict[str, Throughput] = {}
-        self._paced: dict[str, Throughput] = {}
-        self._delivered: dict[str, Throughput] = {}
-        self._reads: dict[str, Throughput] = {}
+        self._free: defaultdict[str, Throughput] = defaultdict(Throughput)
+        self._paced: defaultdict[str, Throughput] = defaultdict(Throughput)
+        self._delivered: defaultdict[str, Throughput] = defaultdict(Throughput)
+        self._reads: defaultdict[str, Throughput] = defaultdict(Throughput)
 
     # Rates -----------------------------------------------------------------------------------------
 
     def write_bytes_per_s(self, tier: str) -> float | None:
         """Return how fast a tier can be written; None before the first copy. Throttling does not lower it."""
-        seen = [_rate(self._free, tier), _rate(self._paced, tier)]
+        seen = [self._free[tier].per_s, self._paced[tier].per_s]
         return max((rate for rate in seen if rate is not None), default=None)
 
     def delivered_bytes_per_s(self, tier: str) -> float | None:
         """Return the rate of copies to a tier, rate-limit waits included; None before the first."""
-        return _rate(self._delivered, tier)
+        return self._delivered[tier].per_s
 
     def arriving_bytes_per_s(self, tier: str, now_s: float) -> float | None:
         """Return the delivered rate including the stretch in progress, for display; None where no worker writes to the
         tier, or before the first byte."""
-        lane = self._lanes.get(tier)
-        if lane is None or not lane.in_flight:
+        lane = self._lanes[tier]
+        if not lane.in_flight:
             return None
         busy_s = lane.stretch.busy_s + max(0.0, now_s - lane.since_s)
-        return self._delivered.get(tier, Throughput()).per_s_with(lane.stretch.bytes, busy_s)
+        return self._delivered[tier].per_s_with(lane.stretch.bytes, busy_s)
 
     def read_rates(self) -> dict[str, float]:
         """Return how fast each tier was read, by flushes to other tiers and by restores."""
@@ -112,7 +112,7 @@ class TierThroughput:
 
     def stretches(self, tier: str) -> int:
         """Return the number of stretches in the delivered rate, at most ``STRETCHES``."""
-        return len(self._delivered.get(tier, ()))
+        return len(self._delivered[tier])
 
     def flushing(self) -> tuple[frozenset[str], int]:
         """Return the tiers that workers write to now, and the number of tasks begun so far."""
@@ -124,7 +124,7 @@ class TierThroughput:
         """A task was dispatched."""
         if not isinstance(task, OpenShard | CopyRun | FinishCopy):
             return
-        lane = self._lanes.setdefault(task.tier, _LaneActivity())
+        lane = self._lanes[task.tier]
         if lane.in_flight == 0:
             lane.since_s = now_s
         lane.in_flight += 1
@@ -159,21 +159,16 @@ class TierThroughput:
 
     def note_read(self, tier: str, count: int, seconds: float) -> None:
         """A restore has read ``count`` bytes of a tier in ``seconds``."""
-        self._reads.setdefault(tier, Throughput()).add(count, seconds)
+        self._reads[tier].add(count, seconds)
 
     def _note(self, tier: str, stretch: FlushStretch) -> None:
-        paced, free = (of.setdefault(tier, Throughput()) for of in (self._paced, self._free))
+        paced, free = self._paced[tier], self._free[tier]
         written_s = min(stretch.busy_s, stretch.write_s)
         if stretch.is_paced:
             paced.add(stretch.bytes, written_s)
         else:
             free.add(stretch.bytes, written_s)
             paced.forget_oldest()  # measured under a limit, perhaps long ago
-        self._delivered.setdefault(tier, Throughput()).add(stretch.bytes, stretch.busy_s)
+        self._delivered[tier].add(stretch.bytes, stretch.busy_s)
         for source, count in stretch.read_bytes.items():
             self.note_read(source, count, min(stretch.busy_s, stretch.read_s[source]))
-
-
-def _rate(of: dict[str, Throughput], tier: str) -> float | None:
-    throughput = of.get(tier)
-    return None if throughput is None else throughput.per_s

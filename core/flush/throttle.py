@@ -12,14 +12,18 @@ import queue
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from tierfall.core.flush.emitter import Component, Context
+from tierfall.core.flush.component import Component
 from tierfall.core.types.units import format_duration, format_share
 from tierfall.core.types.values import CheckpointId, TierKind
 from tierfall.core.types.view import TierRules
 from tierfall.policies.flush import lateness
 from tierfall.policies.forecast import forecast
 from tierfall.policies.throttle import least_share, plan_yield
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 logger = logging.getLogger("tierfall")
 
@@ -33,9 +37,9 @@ class Backlog(Component):
     """How far copies are behind; rank 0 logs it. ``behind`` is the forecast per tier, in checkpoints (None: not
     known); ``late`` counts per tier how often it fell further behind than ``flush.within``."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        ledger = context.ledger
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
+        ledger = coordinator.ledger
         self._logs = self._group.decides
         self._stored: Mapping[str, TierRules] = {
             rules.name: rules
@@ -188,18 +192,13 @@ class Throttle(Component):
     ``flushing`` and call ``on_step``."""
 
     def __init__(
-        self,
-        context: Context,
-        *,
-        backlog: Backlog,
-        set_pace: Callable[[str, float | None], None],
+        self, coordinator: Coordinator, *, set_pace: Callable[[str, float | None], None]
     ) -> None:
         """``set_pace`` limits the write rate of a tier, in bytes per second (None: no limit)."""
-        super().__init__(context)
-        ledger = context.ledger
+        super().__init__(coordinator)
+        ledger = coordinator.ledger
         self._rules = {r.name: r for r in ledger.rules if r.yields or r.bandwidth_share is not None}
         self._rates = ledger.rates
-        self._backlog = backlog
         self._set_pace = set_pace
         self.flushing: Flushing = (frozenset(), 0)
         self.shares: dict[str, float] = {name: 1.0 for name, r in self._rules.items() if r.yields}
@@ -264,11 +263,11 @@ class Throttle(Component):
         measured = self._rates.write_bytes_per_s(name)
         while self._idle and self._idle[0][0] < self._steps - IDLE_STEPS_MAX:
             self._idle.popleft()
-        every_s = self._backlog.estimated_every_s
+        every_s = self._planner.backlog.estimated_every_s
         if measured is None or every_s is None:
             return
         least = least_share(
-            image_bytes=self._backlog.image_bytes,
+            image_bytes=self._planner.backlog.image_bytes,
             every_s=every_s * rules.flush_every,
             within_s=rules.within_s,
             bytes_per_s=measured,

@@ -13,19 +13,21 @@ does no I/O.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from tierfall.core.copies.images import Image
-from tierfall.core.flush.deleter import Deleter
-from tierfall.core.flush.emitter import Component, Context
+from tierfall.core.flush.component import Component
 from tierfall.core.flush.messages import FoundDamage
 from tierfall.core.flush.tasks import CheckChunk, OpenCheck, Outcome
 from tierfall.core.format.records import Manifest
 from tierfall.core.ranks.messages import Message
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import is_damage
 from tierfall.core.types.values import CheckpointId, CopyState
+
+if TYPE_CHECKING:
+    from tierfall.core.flush.coordinator import Coordinator
 
 RETRY_S = 30.0
 
@@ -80,20 +82,10 @@ class _RunningCheck:
 
 
 class BackgroundVerifier(Component):
-    """The reads after a restore. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound). ``tiers`` are
-    those that this process writes to."""
+    """The reads after a restore. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound)."""
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        tiers: Iterable[str],
-        deleter: Deleter,
-        bytes_per_s: float | None,
-    ) -> None:
-        super().__init__(context)
-        self._tiers = tuple(tiers)
-        self._deleter = deleter
+    def __init__(self, coordinator: Coordinator, *, bytes_per_s: float | None) -> None:
+        super().__init__(coordinator)
         self._bytes_per_s = bytes_per_s
         self._requested: dict[str, _Request] = {}
         self._checks: dict[str, _RunningCheck] = {}
@@ -106,8 +98,7 @@ class BackgroundVerifier(Component):
         """The number of the last request about each tier that this rank has begun."""
         self._count = 0
         self._restores = 0
-        self._conditions = Conditions()
-        receive = context.messages.receive
+        receive = self._messages.receive
         receive(_VerifyCopy, announced=self._begin)
         receive(_Verified, gathered=self._on_all_read, announced=self._on_result)
         receive(_ReadTiers, gathered=self._on_all_restored)
@@ -131,7 +122,7 @@ class BackgroundVerifier(Component):
         """Request the newest copy of each tier that has no good one yet."""
         if not (self._group.decides and self._ledger.has_begun) or self._keeps_all():
             return
-        for tier in self._tiers:
+        for tier in self._lanes:
             if tier in self._requested or (id := self._newest_unread(tier)) is None:
                 continue
             self._count += 1
@@ -141,7 +132,7 @@ class BackgroundVerifier(Component):
     def _newest_unread(self, tier: str) -> CheckpointId | None:
         """Return the copy on a tier to read next: the newest live one that can be read. None if the tier has a good
         one."""
-        if not self._ledger.whole_copies_on(tier) or self._is_good(tier, self._good.get(tier)):
+        if self._is_good(tier, self._good.get(tier)):
             return None
         found = list(self._ledger.live_copies(tier))
         for entry in found:
@@ -159,7 +150,7 @@ class BackgroundVerifier(Component):
 
     def _keeps_all(self) -> bool:
         """Return whether no tier deletes anything, by its rules or for room."""
-        rules = (self._ledger.rules_of(tier) for tier in self._tiers)
+        rules = (self._ledger.rules_of(tier) for tier in self._lanes)
         bounded = any(each.retain or each.capacity_bytes is not None for each in rules)
         return self._ledger.all_live and not (bounded or self._room_waits)
 
@@ -276,7 +267,7 @@ class BackgroundVerifier(Component):
             return
         if text is None:
             entry.verified |= {tier}
-            self._deleter.schedule_all()
+            self._planner.deleter.schedule_all()
             self._conditions.end((tier, id), "%s: %s is verified", tier, id)
         elif result.damaged:
             if self._group.decides:

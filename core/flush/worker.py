@@ -442,8 +442,7 @@ class Workers:
                 )
         except BaseException as error:
             self.failure = error
-            emit = self._coordinator.emitter.emit
-            emit(events.OperationFailed, doing="coordinate", reason=error)
+            self._coordinator.emit(events.OperationFailed, doing="coordinate", reason=error)
             logger.exception("the coordinator stopped: nothing is flushed any more")
             stopped = TierfallError(
                 f"the coordinator stopped, nothing is flushed any more: {error!r}"

@@ -98,26 +98,6 @@ class NumberRanges(Message):
         return bisect(self.edges, number) % 2 == 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointTopic:
-    """The topic of a message about one checkpoint. ``number`` tells repeated messages of one kind apart."""
-
-    kind: str
-    id: CheckpointId
-    tier: str = ""
-    number: int = 0
-
-    @property
-    def key(self) -> Topic:
-        return self.kind, self.id.step, self.id.attempt, self.tier, self.number
-
-    @classmethod
-    def parse(cls, topic: Topic) -> CheckpointTopic:
-        kind, step, attempt, tier, number = topic
-        id = CheckpointId(int(step), int(attempt))
-        return cls(kind=str(kind), id=id, tier=str(tier), number=int(number))
-
-
 # Writing ---------------------------------------------------------------------------------------------
 
 

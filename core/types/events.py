@@ -121,8 +121,8 @@ class FlushStalled(CopyEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushFailed(CopyEvent):
-    """A copy, or its commit record, failed ``seconds`` after the copy began (0: the tier's next one has begun). It is
-    restarted, unless ``flush_given_up`` follows."""
+    """A copy, or its commit record, failed ``seconds`` after the copy began. It is restarted, unless ``flush_given_up``
+    follows."""
 
     kind: ClassVar[str] = "flush_failed"
     reason: str

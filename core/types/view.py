@@ -118,6 +118,11 @@ class CheckpointView:
     def live(self) -> bool:
         return not self.abandoned and not self.deleted
 
+    def decided(self, tier: str, verdict: Verdict, reason: str) -> Decision:
+        """The decision about its copy on a tier."""
+        size = self.copies[tier].bytes
+        return Decision(checkpoint=self.id, tier=tier, verdict=verdict, reason=reason, bytes=size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
