@@ -197,6 +197,11 @@ class TierCommits(Component):
         self._ledger.forget_if_gone(entry)
 
     def _retract(self, tier: str, id: CheckpointId, reason: str) -> None:
+        """Delete what this start has written of a copy whose commit record may exist. What an earlier start committed
+        stays: a person may have pinned it, and it may be the last copy."""
+        found = self._ledger.partial if self._group.is_split(tier) else self._found
+        if (tier, id) in found:
+            return
         self._planner.deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
 
     def _forget(self, entry: LedgerEntry, tier: str) -> None:
@@ -204,7 +209,6 @@ class TierCommits(Component):
         entry.uploaded_to -= {tier}
         self._uploaded.pop(copy, None)
         self._of_node.pop(copy, None)
-        self._found.discard(copy)
         self._ledger.committing.discard(copy)
         self._ledger.admitted.get(tier, {}).pop(entry.id, None)
 
@@ -253,8 +257,10 @@ class TierCommits(Component):
     ) -> None:
         """All ranks below this leader of a node have uploaded their images of a copy."""
         if not (self._group.is_shared(tier) or tier in self._ledger.peer_tiers):
-            local = self._group.topology.local_ranks
-            self._of_node[tier, id] = files_of_all({rank: uploads[rank] for rank in local})
+            of_node = {rank: uploads[rank] for rank in self._group.topology.local_ranks}
+            self._of_node[tier, id] = files_of_all(of_node)
+            if self._group.is_split(tier) and any(upload.found for upload in of_node.values()):
+                self._ledger.partial.add((tier, id))  # until all nodes have committed it
 
     def on_all_uploaded(
         self, tier: str, id: CheckpointId, uploads: Mapping[int, UploadedFiles]
@@ -390,6 +396,7 @@ class TierCommits(Component):
             return
         self._ledger.stuck.pop(tier, None)
         self._forget(entry, tier)
+        self._found.discard((tier, id))
         if tier in self._ledger.peer_tiers:
             entry.note_on_peers()
         here = (0,) if self._group.is_shared(tier) else self._group.topology.local_ranks

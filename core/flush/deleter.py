@@ -314,16 +314,21 @@ class Deleter(Component):
         if task.unfinished:
             return self._on_rest_deleted(entry, task, outcome)
         if isinstance(outcome.value, DecidedList):
-            self._on_refused(entry, task)
+            self._on_refused(entry, task, outcome.value)
             return False
         if entry is not None:
             return self._on_gone(entry, task, outcome)
         return False
 
-    def _on_refused(self, entry: LedgerEntry | None, task: DeleteCopy) -> None:
+    def _on_refused(self, entry: LedgerEntry | None, task: DeleteCopy, found: DecidedList) -> None:
         """The tier's list has what was not known: nothing was deleted, and it is planned again."""
         self._to_announce.discard((task.tier, task.id))
-        if entry is None or not self._group.decides:
+        known = task.known
+        assert known is not None, "else nothing is refused"
+        if not self._group.decides and task.id not in (found - known).checkpoints:
+            # rank 0 has deleted its part of the copy, and this is about other checkpoints
+            self.delete(replace(task, known=known | found))
+        elif entry is None or not self._group.decides:
             # rank 0 has deleted its part of the copy: this node's part stays, for what was decided here
             self._ledger.partial.add((task.tier, task.id))
             if entry is not None:

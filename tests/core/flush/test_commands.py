@@ -224,3 +224,25 @@ def test_what_is_decided_on_the_disk_of_one_node_is_known_to_every_rank() -> Non
         assert pinned == [word is Word.PIN] * 2
     disks = [*run.disks(NODE_TIER).values(), *run.disks(SHARED_TIER).values()]
     assert {decided_on([disk]) for disk in disks} == {decided_on(disks)}
+
+
+@pytest.mark.parametrize("pinned", [1, 2])
+def test_a_part_stays_if_it_was_pinned_after_the_others_were_deleted(pinned: int) -> None:
+    """A pin of another step keeps no part of this one."""
+    run = Many((0, 1), [file_rules(NODE_TIER, retain_last=1)])
+    for step in (1, 2):
+        for rank in run.ranks:
+            rank.save(step)
+        if step == 1:
+            run.settle()
+    attempt_id = run.ranks[1].coordinator.ledger.entries[FIRST].attempt_id
+    assert attempt_id is not None
+
+    def pin_in_time() -> None:
+        is_there = [FIRST in run.records(NODE_TIER, at) for at in (0, 1)]
+        if is_there == [False, True] and not decided_on([run.disk(NODE_TIER, 1)]):
+            decide(run.disk(NODE_TIER, 1), Word.PIN, attempt_id, CheckpointId(pinned, 1))
+
+    run.settle(after_each=pin_in_time)
+    assert decided_on([run.disk(NODE_TIER, 1)])
+    assert sorted(id.step for id in run.records(NODE_TIER, 1)) == sorted({pinned, 2})

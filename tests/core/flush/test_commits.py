@@ -109,6 +109,28 @@ def test_a_commit_that_fails_for_good_leaves_no_record_anywhere(tier: str, seed:
             rank.handles[CheckpointId(1, 1)].wait(tier, timeout=0)
 
 
+def test_a_commit_that_fails_takes_back_nothing_that_an_earlier_start_committed() -> None:
+    """One node has lost its part. That of the other one may be pinned, or be the last that there is."""
+    run = world(tiers=NODE_TIER)
+    for rank in run.ranks:
+        rank.save(1)
+    run.settle()
+    run.crash()
+    lost = run.disk(NODE_TIER, 1)._objects
+    for key in [key for key in lost if key.startswith("run/step-")]:
+        del lost[key]
+    run.start()
+    run.ranks[1].troubles[NODE_TIER].strike(failing(Operation.PUBLISH, BackendError, COMMITS))
+    run.settle()
+    assert list(run.records(NODE_TIER, 0)) == [CheckpointId(1, 1)]
+    assert not run.records(NODE_TIER, 1)
+    run.ranks[1].troubles[NODE_TIER].strike([])
+    run.crash()
+    run.start()
+    run.settle()
+    assert run.committed(NODE_TIER) == {CheckpointId(1, 1)}
+
+
 def test_a_rank_that_loses_patience_as_the_last_image_is_sealed_takes_nothing_away() -> None:
     run = world()
     early, last = run.ranks[1], run.ranks[0]
