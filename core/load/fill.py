@@ -110,7 +110,11 @@ class ValueFiller:
         elif holds_tensors(live):
             kind = with_article(type(live).__qualname__)
             self._work.report.differs(name, "a plain value", kind)
-        elif type(live) in (list, tuple) and type(live) is type(stored):
+        elif (
+            type(live) in (list, tuple)
+            and type(live) is type(stored)
+            and self._node.own_positions()
+        ):
             for index, (below, child) in enumerate(zip(stored, live, strict=False)):
                 self._compare(below, child, f"{name}.{index}", keys=False)
 

@@ -51,7 +51,8 @@ def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[in
                 break
             started.append(thread)
         for thread in started:
-            _wait_for(thread)
+            while thread.is_alive():  # the kernel may give a signal to a thread that does not wait
+                thread.join(WAKE_S)
     except BaseException:
         work.interrupt()
         raise
@@ -60,21 +61,26 @@ def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[in
 
 
 class _SharedWork:
-    """Numbers that several threads share. ``_begun`` are the threads that may take some: after an interrupt within the
-    start of a thread, it is not known whether that one begins."""
+    """Numbers that several threads share. ``_begun`` has an event for each thread that may take some, set once it takes
+    no more: an interrupt within ``Thread.start`` leaves open whether that one begins, and one within ``Thread.join``
+    counts a thread as ended that goes on (Python 3.11, 3.12)."""
 
     def __init__(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
         self.failures: list[BaseException] = []
         self._do, self._left = do, iter(numbers)
         self._taking = threading.Lock()
         self._stop, self._interrupted = threading.Event(), threading.Event()
-        self._begun: list[threading.Thread] = []
+        self._begun: list[threading.Event] = []
 
     def help(self) -> None:
         """Do what is left, on a thread of its own."""
-        self._begun.append(threading.current_thread())
+        done = threading.Event()
+        self._begun.append(done)
         _interrupts.event = self._interrupted
-        self.do_all(BaseException)
+        try:
+            self.do_all(BaseException)
+        finally:
+            done.set()
 
     def do_all(self, caught: type[BaseException]) -> None:
         """Do what is left, with the other threads. An error that is ``caught`` is a failure: no more is begun."""
@@ -93,14 +99,9 @@ class _SharedWork:
         """End the threads; what they wait for is given up. One that begins later finds nothing to do."""
         self._stop.set()
         self._interrupted.set()
-        for thread in self._begun:
-            _wait_for(thread)
-
-
-def _wait_for(thread: threading.Thread) -> None:
-    """Wait for the end of a thread, with timeouts: the kernel may give a signal to a thread that does not wait."""
-    while thread.is_alive():
-        thread.join(WAKE_S)
+        for done in self._begun:
+            while not done.wait(WAKE_S):
+                pass
 
 
 def run_in_parallel(do: Callable[[K], T], items: Iterable[K], *, parallel: int) -> list[T]:

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tierfall.core.capture.handle import SaveHandle
@@ -130,6 +130,7 @@ REMEMBERED_CYCLES = 3
 REMEMBERED_FLUSHES = 5
 STALE_STEPS = 256
 """After so many affected steps in a row, the time of a clean step is taken from these."""
+_MARKS = 1000
 
 
 @dataclass(slots=True)
@@ -140,6 +141,25 @@ class _Window:
     first: bool
     steps: int = 0
     seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _KeptSeconds:
+    """Seconds of progress that is not lost; ``marks`` hold (step, seconds, unseen steps) at each save."""
+
+    seconds: float = 0.0
+    unseen: int = 0
+    marks: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=_MARKS))
+
+    def mark(self, step: int) -> None:
+        self.marks.append((step, self.seconds, self.unseen))
+
+    def rewind(self, step: int) -> None:
+        """Discard the progress after ``step``; all of it, where the step is from before this start."""
+        while self.marks and self.marks[-1][0] > step:
+            self.marks.pop()
+        at = self.marks[-1] if self.marks else (step, 0.0, 0)
+        self.seconds, self.unseen = at[1], at[2]
 
 
 class StepMeter:
@@ -158,9 +178,7 @@ class StepMeter:
         self._under_way: list[SaveHandle] = []
         self._costs: deque[float] = deque(maxlen=REMEMBERED_CYCLES * cycle)
         self._durable: dict[str, deque[float]] = {}
-        self._progress_s = 0.0
-        """Seconds of progress that is not lost, without those of steps whose start was not seen: ``_unseen``."""
-        self._unseen = 0
+        self._progress = _KeptSeconds()
         self.saves = 0
         self.foreground_s = 0.0
         """Seconds that the training thread waited for the last save whose window has ended."""
@@ -174,13 +192,13 @@ class StepMeter:
         """Record the end of ``step``; ``copying``: any copy is in progress."""
         taken = self._steps.record(step, now_s)
         if taken is None:
-            self._unseen += 1
+            self._progress.unseen += 1  # its start was not seen
             return
         steps, seconds = taken
         if not steps:
             return
         self._paces.append(seconds / steps)
-        self._progress_s += seconds
+        self._progress.seconds += seconds
         window = self._window
         if window is None:
             self._count(steps, seconds, copying=copying)
@@ -225,7 +243,7 @@ class StepMeter:
             least_s = min(self._costs[-1], self.foreground_s)
             more_s = max(seconds - steps * step_s, least_s - self._costs[-1])
             self._costs[-1] += more_s
-            self._progress_s -= more_s
+            self._progress.seconds -= more_s
             self.changed = True
 
     def on_save(self, handle: SaveHandle) -> None:
@@ -236,15 +254,12 @@ class StepMeter:
         self._under_way.append(handle)
         self.saves += 1
         self.image_bytes = handle.stats.bytes or self.image_bytes
+        self._progress.mark(handle.step)
         self.changed = True
 
     def rewind(self, step: int | None) -> None:
         """The lineage continues from ``step``: the progress after it is lost; None: from before all steps."""
-        last, step_s = self._steps.last, self.step_s
-        if step is not None and last is not None and step_s is not None:
-            self._progress_s -= max(0, last - step) * step_s
-        if step is None or self._progress_s < 0:
-            self._progress_s, self._unseen = 0.0, 0
+        self._progress.rewind(-1 if step is None else step)
         self._steps.continue_from(None)
         self._window = None
 
@@ -266,7 +281,7 @@ class StepMeter:
         more_s = 0.0 if step_s is None else window.seconds - window.steps * step_s
         self.foreground_s = window.handle.stats.blocked_s
         cost_s = max(more_s, self.foreground_s)
-        self._progress_s -= min(cost_s, window.seconds)
+        self._progress.seconds -= min(cost_s, window.seconds)
         if step_s is not None and not window.first:
             self._costs.append(cost_s)
         self.changed = True
@@ -325,5 +340,5 @@ class StepMeter:
         wall_s = now_s - self._began_s
         if wall_s <= 0 or self._steps.last is None:
             return None
-        unseen_s = self._unseen * (self.step_s or 0.0)
-        return min(1.0, (self._progress_s + unseen_s) / wall_s)
+        unseen_s = self._progress.unseen * (self.step_s or 0.0)
+        return min(1.0, (self._progress.seconds + unseen_s) / wall_s)
