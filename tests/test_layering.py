@@ -67,7 +67,7 @@ LINES = {
     ("core/runtime",): 2_117,
     ("core/ranks",): 2_196,
     ("core/capture", "core/sampling"): 3_853,
-    ("core/restore", "core/load", "core/copies"): 7_016,
+    ("core/restore", "core/load", "core/copies"): 7_017,
     ("core/compression",): 360,
     ("core/flush",): 7_208,
     ("policies",): 2_152,

@@ -79,6 +79,7 @@ class ValueFiller:
     _set_value: Setter
     _name: str
     _make: Make = field(init=False)
+    _has_others: bool = field(init=False)
 
     def plan(self) -> None:
         work, node, live = self._work, self._node, self._live
@@ -91,9 +92,9 @@ class ValueFiller:
         if isinstance(node, ValueNode) and isinstance(live, dict | list | set):
             work.note_object(live, self._name, work.header.values[node.number])
         stored = value_blobs(work.header, node) if isinstance(node, ValueNode) else None
+        self._has_others = holds_tensors(live)
         self._compare(stored, live, self._name)
-        has_others = holds_tensors(live)
-        work.assignments.append(self._assign_plain_entries if has_others else self._assign)
+        work.assignments.append(self._assign_plain_entries if self._has_others else self._assign)
 
     # ---- before the bytes
 
@@ -105,9 +106,9 @@ class ValueFiller:
             self._work.matcher.share(self._node.own_positions()[stored.number], live, name)
         if type(live) in value_codec.MAPPINGS and type(stored) in value_codec.MAPPINGS:
             self._compare_entries(stored, live, name, keys=keys)
-        elif holds_tensors(live) and stored in ([], ()):
+        elif self._has_others and holds_tensors(live) and stored in ([], ()):
             self._work.extra(live, name)
-        elif holds_tensors(live):
+        elif self._has_others and holds_tensors(live):
             kind = with_article(type(live).__qualname__)
             self._work.report.differs(name, "a plain value", kind)
         elif (
