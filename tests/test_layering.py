@@ -69,7 +69,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_853,
     ("core/restore", "core/load", "core/copies"): 7_017,
     ("core/compression",): 360,
-    ("core/flush",): 7_208,
+    ("core/flush",): 7_207,
     ("policies",): 2_152,
     ("backends",): 5_706,
     ("tiers",): 4_623,

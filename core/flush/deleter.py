@@ -419,7 +419,7 @@ class Deleter(Component):
         """Return the damaged copies on a tier that nobody reads."""
         found = (
             e
-            for e in self._ledger.open()
+            for e in self._ledger.entries.values()
             if tier in e.repairable and e.state(tier) is CopyState.ABSENT
             if e.leases.get(tier, 0) <= 0 and self._ledger.reading[e.id] <= 0
         )

@@ -102,8 +102,6 @@ class LedgerEntry:
             self.owed
             or self.set_aside
             or self.uploaded_to
-            or self.overtaken
-            or self.repairable
             or self.deleted
             or self.awaiting_ranks
             or self.failed
@@ -666,8 +664,7 @@ class Ledger:
     # Summaries -------------------------------------------------------------------------------------
 
     def open(self) -> list[LedgerEntry]:
-        """Return the entries that are owed, overtaken, damaged, deleted by a person, in memory, or being saved, copied
-        or read."""
+        """Return the entries that are owed, deleted by a person, in memory, or being saved, copied or read."""
         self._refresh()
         return list(self._open.values())
 
@@ -702,8 +699,9 @@ class Ledger:
             if entry is not None and CopyState.COMMITTED in entry.states.values() and entry.start:
                 self._starts.setdefault(entry.start.key, entry.start)
         sealed = (e for e in self._open.values() if e.state(self.host) is CopyState.SEALED)
-        in_memory = {entry.start.key: entry.start for entry in sealed if entry.start}
-        present = {**in_memory, **self._starts}
+        present = dict(self._starts)
+        for start in filter(None, (entry.start for entry in sealed)):
+            present.setdefault(start.key, start)
         if present != self._present_starts:
             self._present_starts, self._is_left = present, abandoned_by(present.values())
             self._views.clear()

@@ -466,7 +466,7 @@ class Flusher(Component):
         abandoned = self._ledger.abandoned()
         found = (
             e.id
-            for e in self._ledger.open()
+            for e in self._ledger.entries.values()
             if tier in e.overtaken
             and e.age_order < entry.age_order
             and not (e.id in abandoned or e.deleted or e.state(tier) is CopyState.COMMITTED)
@@ -858,8 +858,8 @@ class CaptureEvents(Component):
 
     def give_up(self, entry: LedgerEntry, error: BaseException, outcome: SaveOutcome) -> None:
         """Give up a save, as rank 0 has announced to all ranks."""
-        held = (CopyState.ARRIVING, CopyState.SEALED)
-        if entry.failed or entry.state(self._ledger.host) not in held:
+        is_held = entry.state(self._ledger.host) in (CopyState.ARRIVING, CopyState.SEALED)
+        if entry.failed or not (is_held or entry.owed):
             return
         entry.failed = True
         self._planner.backlog.forget(entry.id)
@@ -870,8 +870,9 @@ class CaptureEvents(Component):
             entry.handle.on_given_up(outcome, error)
         entry.owed = frozenset()
         self._stop_lanes(entry, error)
-        if entry.snapshot is None:
+        if entry.snapshot is None and is_held:
             self._unseal(entry)
+        self._ledger.forget_if_gone(entry)
 
     def on_failed(self, event: CaptureFailed) -> None:
         id, error = event.id, event.error

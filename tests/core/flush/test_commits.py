@@ -10,6 +10,7 @@ from tests.faults import Fault, FaultKind, Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import Rank
 from tests.simulation.world import file_rules
+from tierfall.core.flush.messages import SaveFailure
 from tierfall.core.flush.tasks import CommitCopy, FinishCopy, Task
 from tierfall.core.types.errors import (
     BackendError,
@@ -18,7 +19,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.types.values import CheckpointId, SaveOutcome
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
 DRAW = random.Random(1)
 COMMITS = "run/step-*/commit.json"
@@ -201,3 +202,40 @@ def test_what_has_its_parts_in_different_places_is_not_flushed_for_ever() -> Non
     run.settle()
     assert not any(rank.coordinator.busy() for rank in run.ranks)
     assert run.ranks[0].sealed() == {CheckpointId(1, 1)}, "it is what a restore would take"
+
+
+def test_a_save_that_is_given_up_after_its_image_has_left_memory_is_owed_to_no_tier() -> None:
+    """One rank has uploaded its image, and has freed it for a newer one."""
+    run = world(tiers=SHARED_TIER)
+    first, late = run.ranks
+    late.troubles[SHARED_TIER].strike(failing(Operation.WRITE, UnreachableError))
+    for rank in run.ranks:
+        rank.save(1)
+    talk(run)
+    while first.run_one(DRAW):
+        talk(run)
+    entry = first.coordinator.ledger.entries[CheckpointId(1, 1)]
+    assert entry.uploaded_to == {SHARED_TIER}
+    entry.free()
+    entry.set_state("host", CopyState.ABSENT)
+    failure = SaveFailure(text="a newer one takes its place", outcome=SaveOutcome.SUPERSEDED)
+    first.coordinator.seals.give_up(entry.id, failure)
+    run.settle()
+    assert [rank.handles[entry.id].outcome for rank in run.ranks] == [SaveOutcome.SUPERSEDED] * 2
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
+    assert folder_is_empty(run, SHARED_TIER)
+
+
+def test_copies_that_were_given_up_are_no_work_any_more() -> None:
+    """What the planner looks at in each step does not grow with them, nor do they count as failures of the tier."""
+    run = world()
+    node = run.ranks[1].troubles[NODE_TIER]
+    node.strike(failing(Operation.PUBLISH, BackendError, COMMITS))
+    for step in range(1, 9):
+        for rank in run.ranks:
+            rank.save(step)
+        run.settle()
+    ledger = run.ranks[0].coordinator.ledger
+    assert len(run.committed(SHARED_TIER)) == 8
+    assert not run.committed(NODE_TIER)
+    assert len(ledger.open()) <= 3, "those in memory"
