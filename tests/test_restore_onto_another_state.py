@@ -5,7 +5,7 @@ with the argument that helps, before anything is filled."""
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,9 @@ def test_a_prefix_that_all_names_have_is_named_with_the_rename_that_helps(
 @pytest.mark.parametrize(
     ("changed", "arguments"),
     [
-        ({"renamed": "one"}, ["rename"]),
         ({"more": 1}, ["skip"]),
-        ({"more": 9}, ["skip", "strict"]),
         ({"width": 6}, ["resize"]),
+        ({"width": 6, "more": 1}, ["resize", "skip"]),
     ],
 )
 def test_the_arguments_that_restore_what_fits_are_ready_to_be_copied(
@@ -131,12 +130,38 @@ def test_the_arguments_that_restore_what_fits_are_ready_to_be_copied(
     assert restore(config, small(**changed), **given) == ""
 
 
-def test_no_arguments_are_proposed_if_none_restores_the_rest(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: {"model": small()["model"].bfloat16(), "more": torch.ones(2)},
+        lambda: small(renamed="one"),  # a rename would be a guess
+        lambda: {"net": small()["model"]},
+        lambda: small(more=9),
+    ],
+)
+def test_no_arguments_are_proposed_that_are_a_guess_or_restore_little(
+    config: dict[str, Any], other: Callable[[], State]
+) -> None:
     save(config, small())
-    other = {"model": small()["model"].bfloat16(), "more": torch.ones(2)}
-    text = restore(config, other, only=["model"])
-    assert "converts no dtype" in text
+    text = restore(config, other())
+    assert "does not fit the state" in text
     assert "To restore what fits" not in text
+
+
+def test_plain_entries_beside_a_tensor_that_is_skipped_are_restored(config: dict[str, Any]) -> None:
+    save(config, {"c": {"a": {"p": 1, "q": 2}, "d": {"e": {"f": 5}}}})
+    live = {"c": {"a": {"p": 0, "q": 3, "t": torch.ones(2)}, "d": {"e": {"f": 0}}}}
+    assert restore(config, live, skip=["c.a.t"]) == ""
+    tensor = live["c"]["a"].pop("t")
+    assert torch.equal(tensor, torch.ones(2))
+    assert live == {"c": {"a": {"p": 1, "q": 2}, "d": {"e": {"f": 5}}}}
+
+
+def test_keys_below_a_counter_are_data(config: dict[str, Any]) -> None:
+    save(config, {"c": Counter({"a": {"x": 1, "y": 2}})})
+    live = {"c": Counter({"a": {"x": 0, "z": 0}})}
+    assert restore(config, live) == ""
+    assert live["c"] == Counter({"a": {"x": 1, "y": 2}})
 
 
 # Other sizes -----------------------------------------------------------------------------------------

@@ -62,6 +62,12 @@ class Choices:
                 "skip=[...]"
             )
 
+    @property
+    def is_any_given(self) -> bool:
+        """Whether the call chooses what is restored."""
+        chosen = (self.only, self.skip, self.rename, self.retype, self.resize)
+        return any(chosen) or not self.strict
+
     def has(self, name: str) -> bool:
         """Return whether ``name`` is selected: at or below a name of ``only`` (None: any name), and not skipped."""
         asked = self.only is None or any(naming.is_within(name, each) for each in self.only)

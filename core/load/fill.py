@@ -120,6 +120,7 @@ class ValueFiller:
                 self._compare(below, child, f"{name}.{index}", keys=False)
 
     def _compare_entries(self, stored: Any, live: Any, name: str, *, keys: bool) -> None:
+        keys = keys and type(live) in _COMPARED_MAPPINGS and type(stored) in _COMPARED_MAPPINGS
         if keys:
             self._compare_keys(stored, live, name)
         for key, child in live.items():
@@ -139,8 +140,6 @@ class ValueFiller:
         the program may have added them after the checkpoint; unless both sides have identifiers that the other lacks,
         for then a key was misspelt or renamed.
         """
-        if type(live) not in _COMPARED_MAPPINGS or type(stored) not in _COMPARED_MAPPINGS:
-            return
         report = self._work.report
         plain = [key for key in live if not holds_tensors(live[key])]
         only_live = [key for key in plain if key not in stored and not self._is_skipped(name, key)]
@@ -167,13 +166,9 @@ class ValueFiller:
 
     def _assign_plain_entries(self) -> None:
         """Replace the plain entries of a dict that holds tensors, too."""
-        live, source = self._live, self._make()
-        if type(live) not in value_codec.MAPPINGS or type(source) not in value_codec.MAPPINGS:
-            return
-        self._keep_skipped(live, source, self._name)
-        for key, value in source.items():
-            if key not in live or not holds_tensors(live[key]):
-                live[key] = assigned(live.get(key), value)
+        source = self._make()
+        self._keep_skipped(self._live, source, self._name)
+        _replace_plain(self._live, source)
 
     def _keep_skipped(self, live: Any, value: Any, name: str) -> None:
         """Copy the skipped entries of ``live`` into the mapping that replaces it."""
@@ -188,6 +183,17 @@ class ValueFiller:
                     del value[key]
             elif key in value and key in live:
                 self._keep_skipped(live[key], value[key], below)
+
+
+def _replace_plain(live: Any, source: Any) -> None:
+    """Replace the plain entries of a mapping, and of those mappings in it that hold tensors, too."""
+    if type(live) not in value_codec.MAPPINGS or type(source) not in value_codec.MAPPINGS:
+        return
+    for key, value in source.items():
+        if key in live and holds_tensors(live[key]):
+            _replace_plain(live[key], value)
+        else:
+            live[key] = assigned(live.get(key), value)
 
 
 def _are_identifiers(keys: Sequence[Any]) -> bool:

@@ -46,9 +46,13 @@ class MismatchReport:
     """Collects mismatches. A name that only one side has counts only where ``strict``; other mismatches always
     count."""
 
-    def __init__(self, strict: bool, renamed: Mapping[str, str] | None = None) -> None:
-        """``renamed`` are the new names of the checkpoint's entries, by their names there."""
+    def __init__(
+        self, strict: bool, renamed: Mapping[str, str] | None = None, *, given: bool = False
+    ) -> None:
+        """``renamed`` are the new names of the checkpoint's entries, by their names there; ``given``: the call says
+        what is to be restored, so that other arguments would have to be united with its own."""
         self.strict = strict
+        self._given = given
         self._renamed = renamed or {}
         self._lines: list[_Line] = []
         self._by_name = False
@@ -77,7 +81,7 @@ class MismatchReport:
 
     def extra(self, name: str, content: object = None) -> None:
         """Report an entry that only the state has."""
-        self._one_side(_Line(name, EXTRA, content))
+        self._one_side(_Line(name, EXTRA, content, skip=name))
 
     def _one_side(self, line: _Line) -> None:
         if self.strict:
@@ -90,9 +94,10 @@ class MismatchReport:
             return
         absent = [line for line in self._lines if line.reason is ABSENT]
         extra = [line for line in self._lines if line.reason is EXTRA]
-        renames = self._renames(absent, extra)
-        hints = {id(line): self._rename_hint(line, new) for line, new in renames}
-        hints.update((id(line), hint) for line, hint in self._meant(absent, extra))
+        hints = {
+            id(line): hint
+            for line, hint in (*self._renames(absent, extra), *self._meant(absent, extra))
+        }
         lines = [line for line in (*absent, *extra) if not line.parent]
         if not any(id(line) in hints for line in lines):
             # else all others may come of a misspelt entry, as those of an optimizer do
@@ -105,7 +110,7 @@ class MismatchReport:
         raise RestoreError(
             f"restore: {what} does not fit the state in {count} place{'s' if count > 1 else ''}:{shown}{more}"
             + self._advice()
-            + self._call({self._stored_name(line.name): new for line, new in renames})
+            + self._call()
         )
 
     def _advice(self) -> str:
@@ -126,29 +131,18 @@ class MismatchReport:
             )
         return advice if self._resizable or self._dtypes or self._by_name else ""
 
-    def _call(self, renames: Mapping[str, str]) -> str:
-        """Return the arguments that restore all that fits; empty if there are none, or if they are long."""
-        extra = [
-            line.name
-            for line in self._lines
-            if line.reason is EXTRA and line.name not in renames.values()
-        ]
-        is_loose = len(extra) > _NAMED or (
-            sum(line.reason is ABSENT for line in self._lines) > len(renames)
-        )
-        others = [line.skip for line in self._lines if line.reason not in (ABSENT, EXTRA)]
-        if self._renamed or None in others:
+    def _call(self) -> str:
+        """Return the arguments that restore all that fits; empty if there are none, or they are long. A rename is a
+        guess, and is only hinted at; so is what only the checkpoint has, which may be the state's by another name."""
+        if self._given or any(line.reason is ABSENT or line.skip is None for line in self._lines):
             return ""
-        # an optimizer's groups fit again once all of its parameters are renamed
-        skip = list(dict.fromkeys(filter(None, others))) if extra or is_loose or not renames else []
-        if not is_loose:
-            skip += [name for name in extra if not any(naming.is_within(name, s) for s in skip)]
-        given = {"rename": renames, "resize": self._resizable, "skip": skip}
-        if any(len(value) > _NAMED for value in given.values()):
+        skip = list(dict.fromkeys(line.skip for line in self._lines if line.skip))
+        skip = [n for n in skip if not any(n != s and naming.is_within(n, s) for s in skip)]
+        given = {"resize": self._resizable, "skip": skip}
+        if any(len(names) > _NAMED for names in given.values()):
             return ""
-        arguments = [f"{name}={value!r}" for name, value in given.items() if value]
-        arguments += ["strict=False"] if is_loose else []
-        return f"\nTo restore what fits: restore(..., {', '.join(arguments)})"
+        arguments = ", ".join(f"{name}={names!r}" for name, names in given.items() if names)
+        return f"\nTo restore what fits: restore(..., {arguments})"
 
     def _renames(self, absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
         """Suggest names of the state for entries that only the checkpoint has, each once."""
@@ -161,14 +155,11 @@ class MismatchReport:
             near = difflib.get_close_matches(stored, fitting, n=1, cutoff=0.8)
             if near:
                 del free[near[0]]
-                found.append((line, near[0]))
+                hint = f" (rename={{{stored!r}: {near[0]!r}}}?)"
+                if stored == near[0]:
+                    hint = f" (it is {stored!r} in the checkpoint: leave out that rename)"
+                found.append((line, hint))
         return found
-
-    def _rename_hint(self, line: _Line, new: str) -> str:
-        stored = self._stored_name(line.name)
-        if stored == new:
-            return f" (it is {stored!r} in the checkpoint: leave out that rename)"
-        return f" (rename={{{stored!r}: {new!r}}}?)"
 
     def _meant(self, absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
         """Suggest keys of the checkpoint for those that only the state has."""

@@ -87,7 +87,7 @@ class RestoreWork:
         live = (name for key, value in state.items() for name in _names_of(key, value))
         check_names(header, choices, live)
         self.state, self.header, self.choices = state, header, choices
-        self.report = MismatchReport(choices.strict, choices.rename)
+        self.report = MismatchReport(choices.strict, choices.rename, given=choices.is_any_given)
         self.scans = modules.scan_state(state)
         self.builder = Builder(header)
         named = leaves(header.tree, "")

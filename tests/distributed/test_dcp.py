@@ -48,10 +48,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[s
     ],
 )
 def test_training_goes_on_to_the_same_bits(
-    make_job: MakeJob, straight: Callable[[int], list[str]], how: str, ranks: int
+    make_job: MakeJob, straight: Callable[[int], list[str]], how: str, ranks: int, tmp_path: Path
 ) -> None:
-    """``beside``: with a group of its own, ``async_save`` goes on while a step is trained. ``lazy``: the Checkpointer
-    alone has another one."""
+    """``beside``: with a group of its own, ``async_save`` goes on while a step is trained. On the default group it has
+    a warning: ``lazy``, where the Checkpointer alone has another one, and ``thread``, on ``cpu:gloo``."""
 
     def train(**arguments: Any) -> list[Any]:
         return run(make_job(ranks, program=PROGRAM), "train", layout="fsdp", **arguments)
@@ -59,6 +59,8 @@ def test_training_goes_on_to_the_same_bits(
     saved = train(steps=2, how=how)
     assert [answer["first"] for answer in saved] == [1] * ranks
     assert [answer["lazy"] for answer in saved] == [int(how in ("lazy", "beside"))] * ranks
+    log = (tmp_path / "rank-0.log").read_text()
+    assert log.count("the training use one gloo group") == (how in ("lazy", "thread"))
     stored = ["nvme", "pfs"]
     assert saved[0]["tiers"][-1] == [2, stored if how == "process" else ["host", *stored]]
     resumed = train(steps=2, how=how)

@@ -335,6 +335,8 @@ def write_first_file(answers: Answers, free: Mapping[str, int]) -> str:
             f"{answers.parameters:,} parameters of {BYTES_A_PARAMETER} bytes (Adam, mixed precision){of}: room for two "
             f"images of {format_size(image)}, per rank."
         )
+    elif image is not None:
+        size = f"Two images of {format_size(image)}, one rank's, do not fit into what is free here now."
     names = (
         ["disk"] if len(answers.disks) == 1 else [f"disk{n + 1}" for n in range(len(answers.disks))]
     )

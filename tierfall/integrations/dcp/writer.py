@@ -12,14 +12,18 @@ run's host memory, lazily for what an optimizer changes, before its next step.
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import currentframe
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -55,10 +59,13 @@ from tierfall.run.open_run import OpenRun
 from tierfall.run.saver import as_step, checked_metrics, checked_tags
 from tierfall.setup.tiers import is_shared, open_store
 
+logger = logging.getLogger("tierfall")
 _unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (
     weakref.WeakKeyDictionary()
 )
 """The writers that DCP has not used yet: a stager gets its step from the writer of the same call."""
+_warned: weakref.WeakSet[OpenRun] = weakref.WeakSet()
+"""The runs of which it was logged that training and ``async_save`` share a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +132,7 @@ class TierWriter(PlansUnchanged, StorageWriter):
         self._until = until
         self._staged: Staged | None = None
         self._used = False
+        self._thread = threading.get_ident()  # async_save uses the writer on another
         _unused.setdefault(run, weakref.WeakSet()).add(self)
 
     # What DCP calls ----------------------------------------------------------------------------------
@@ -147,6 +155,15 @@ class TierWriter(PlansUnchanged, StorageWriter):
                 f"dcp.save: this TierWriter was used for step {self.step}; create a new one for each save"
             )
         self._used = True
+        if threading.get_ident() == self._thread or self._run in _warned:
+            return
+        if _shares_default_group():
+            _warned.add(self._run)
+            logger.warning(
+                "dcp.async_save: its thread and the training use one gloo group, the default one: their collectives "
+                "mix, and ranks hang or abort. Make group = torch.distributed.new_group(backend='gloo'), and pass "
+                "process_group=group to async_save and to tierfall.open"
+            )
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans unchanged; ConfigError where the ranks that save are not those that opened the
@@ -205,6 +222,24 @@ class TierWriter(PlansUnchanged, StorageWriter):
         self._take()
         orders = direct_write(self._run, self.step, metrics=self.metrics, tags=self.tags)
         return DirectWriter, (orders,)
+
+
+def _shares_default_group() -> bool:
+    """Return whether the collectives of DCP's call, which is on this thread's stack, use the default group, and gloo
+    runs there what the training runs: the collectives of two threads on it are mixed up.
+
+    DCP passes its group to no method of a writer.
+    """
+    frame = currentframe()
+    while frame is not None and "distW" not in frame.f_locals:
+        frame = frame.f_back
+    call = None if frame is None else frame.f_locals["distW"]
+    if call is None or not call.use_dist or call.group not in (None, dist.group.WORLD):
+        return False
+    backends = dict(each.split(":") for each in dist.get_backend_config().split(","))
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    used = backends.get(device.type, backends.get("cpu"))
+    return dist.get_world_size() > 1 and used == "gloo"
 
 
 def _next_writer(run: OpenRun) -> TierWriter:
