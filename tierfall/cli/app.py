@@ -365,7 +365,7 @@ _command(
     "--even-the-last.",
     steps=_STEPS_IF_ANY,
     all=_flag("--all", "Delete the whole run that --run names."),
-    yes=_flag("--yes -y", "Ask for no confirmation."),
+    yes=_flag("--yes -y", "Ask for no confirmation; --all asks for the name all the same."),
     even_the_last=_flag("--even-the-last", "Delete the last step that can be restored."),
 )
 _command(
