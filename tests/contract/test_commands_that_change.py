@@ -100,7 +100,8 @@ def test_rm_refuses_a_pinned_step_asks_for_the_newest_and_again_for_the_last(pla
     save(place, 1, 2)
     place.cli("pin", "1")
     before = files_below(place.root)
-    assert "tierfall unpin 1@1" in place.cli("rm", "1", "--yes", code=1).err
+    command = f"tierfall unpin --config {place.yaml} 1@1"
+    assert command in place.cli("rm", "1", "--yes", code=1).err
     answer = place.cli("rm", "2", code=1)
     assert "the next is 1@1" in answer.err
     assert "--yes" in answer.err

@@ -78,8 +78,8 @@ def test_one_flipped_bit_is_found_in_every_kind_of_file_and_the_advice_mends_it(
         assert (one["file"], one["chunk"]) == (file, chunk)
         assert one["advice"] in lines
         command = one["advice"].rpartition(": tierfall ")[2]
-        assert command == f"verify {step}@1 --tier disk --repair"
-        place.cli(*command.split())
+        assert command == f"verify --config {place.yaml} {step}@1 --tier disk --repair"
+        place.cli(*command.replace(f" --config {place.yaml}", "").split())
         mended = files_below(folder_of(place, step))
         there = f"disk/run/{folder_of(place, step).name}"
         assert all(mended[name] == before[f"{there}/{name}"] for name in (file, IMAGE, MANIFEST))
@@ -289,3 +289,23 @@ def test_init_prints_its_figures_as_json(place: Place, tmp_path: Path) -> None:
     assert found.document["image_bytes"] == 7_000_000
     assert found.document["check"].endswith("--ranks 2")
     assert (tmp_path / "t.yaml").exists()
+
+
+def test_what_is_advised_about_another_run_than_that_of_the_file_names_it(place: Place) -> None:
+    """Obeyed as it is printed, it acts on no other run."""
+    place.config()
+    save(place, 1)
+    first = files_below(place.root)
+    place.config(run="two")
+    save(place, 1)
+    flip(place.root / "disk" / "two" / folder_of(place, 1).name / IMAGE, -1)
+    place.config()
+    advice = place.cli("verify", "--run", "two", code=1).err
+    assert f"tierfall rm --config {place.yaml} --run two 1@1" in advice
+    place.cli("rm", "--run", "two", "1@1", "--yes", "--even-the-last")
+    assert files_below(place.root / "disk" / "run") == {
+        name.removeprefix("disk/run/"): data
+        for name, data in first.items()
+        if name.startswith("disk/run/")
+    }
+    assert "the tiers have the runs" in place.cli("verify", "--run", "tow", code=1).err

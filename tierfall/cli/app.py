@@ -21,6 +21,7 @@ from tierfall.cli.usage import (
     listen_to_warnings,
     parse_step,
     parser_of,
+    remember,
 )
 from tierfall.core.types.units import (
     format_duration,
@@ -148,6 +149,7 @@ def _command(
             work(**given)
             return
         asked = Asked(**{option: given.pop(option) for option in also})
+        remember(asked)
         answer = import_module("tierfall.cli.common").CommandOutput(asked)
         work(answer, **given)
         answer.finish()

@@ -38,7 +38,15 @@ from tierfall.cli.common import (
     with_tier,
 )
 from tierfall.cli.look import held_members
-from tierfall.cli.usage import CommandRefused, Exit, StepName, at_terminal, code_of, refuse
+from tierfall.cli.usage import (
+    CommandRefused,
+    Exit,
+    StepName,
+    at_terminal,
+    code_of,
+    proposed,
+    refuse,
+)
 from tierfall.config import Config
 from tierfall.config.model import OnClose
 from tierfall.core.copies.verify import CheckedCopy
@@ -563,11 +571,13 @@ def _answer_verify(
         chunk = "" if finding.chunk is None else f", chunk {finding.chunk}"
         verdict = "not checked" if finding.newer else "damaged"
         answer.problem(f"{verdict}: {_place(finding)}{chunk}: {finding.problem} ({finding.advice})")
+    if not report.copies and (others := name_other_runs(settings)):
+        answer.problem(f"verify: no tier has a checkpoint of run {settings.run!r}{others}")
     good = [copy for copy in report.copies if copy.good]
     answer.document = {
         "run": settings.run,
         "copies": [members(copy, *_OF_COPY) for copy in report.copies],
-        "damage": [members(finding) for finding in report.findings],
+        "damage": [members(f) | {"advice": proposed(f.advice)} for f in report.findings],
         "unread": [{"place": place, "reason": why} for place, why in report.unread],
         "notes": list(report.notes),
         "bytes": sum(copy.bytes for copy in report.copies),

@@ -34,6 +34,7 @@ from tierfall.cli.usage import (
     StepName,
     print_out,
     print_problem,
+    proposed,
     refuse,
     to_document,
 )
@@ -104,7 +105,7 @@ class CommandOutput:
 
     def show(self, *parts: Part) -> None:
         """Add tables and lines for a person, in order."""
-        self._shown.extend(parts)
+        self._shown += [proposed(part) if isinstance(part, str) else part for part in parts]
 
     def problem(self, message: object) -> None:
         self.problems.append(str(message))

@@ -50,6 +50,27 @@ class Asked(NamedTuple):
     as_json: bool = False
 
 
+_OF_A_RUN = "check|ls|show|verify|drain|pin|unpin|tag|untag|prune|rm|forget|copy|export|import"
+_options = ""
+"""The options of the command that runs by which another one finds the same run."""
+
+
+def remember(asked: Asked) -> None:
+    """Have the commands that are proposed from here on name the same run; see ``proposed``."""
+    global _options
+    given = {"--config": asked.config, "--run": asked.run}
+    if asked.config == os.environ.get("TIERFALL_CONFIG"):
+        del given["--config"]
+    _options = "".join(f" {name} {shlex.quote(value)}" for name, value in given.items() if value)
+
+
+def proposed(text: str) -> str:
+    """Complete the commands that a text proposes by the options with which this one was called: without them, they
+    would act on another run."""
+    command = rf"\btierfall (?:{_OF_A_RUN})\b(?!{re.escape(_options)})(?! --help)"
+    return re.sub(command, lambda found: found[0] + _options, text) if _options else text
+
+
 # STEP ------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +123,7 @@ def at_terminal() -> bool:
 def print_problem(message: object) -> None:
     """Print a problem on stderr, if that can be written."""
     with suppress(OSError):
-        typer.echo(f"tierfall: {message}", err=True)
+        typer.echo(f"tierfall: {proposed(str(message))}", err=True)
 
 
 class CommandRefused(Exception):
@@ -114,7 +135,7 @@ class CommandRefused(Exception):
         code: Exit = Exit.COULD_NOT,
         document: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.problems = list(map(without_secrets, problems))
+        self.problems = [without_secrets(proposed(problem)) for problem in problems]
         super().__init__(*self.problems)
         self.code, self.document = code, document
 
