@@ -164,6 +164,19 @@ def test_keys_below_a_counter_are_data(config: dict[str, Any]) -> None:
     assert live["c"] == Counter({"a": {"x": 1, "y": 2}})
 
 
+def test_a_restore_that_would_restore_no_tensor_is_refused(config: dict[str, Any]) -> None:
+    """``strict=False`` leaves out what one side lacks, and training would go on from random weights."""
+    save(config, {"model": small()["model"], "counters": {"next": 3}})
+    state = {"net": small()["model"], "counters": {"next": 0}}
+    assert "rename={'model': 'net'}?" in restore(config, state)
+    text = restore(config, state, strict=False)
+    assert "none would be restored; rename={'model': ...}" in text
+    assert state["counters"] == {"next": 0}
+    assert restore(config, state, strict=False, rename={"model": "net"}) == ""
+    assert restore(config, state, strict=False, only=["counters"]) == ""
+    assert state["counters"] == {"next": 3}
+
+
 # Other sizes -----------------------------------------------------------------------------------------
 
 

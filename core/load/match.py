@@ -271,6 +271,11 @@ class TensorMatcher:
                     other = next(c.name for c in claims if tensors.overlap(c.live, part))
                     self._report.refuses(name, kept_by_skip("memory", other))
 
+    @property
+    def fills_any(self) -> bool:
+        """Whether a tensor of the state is filled."""
+        return bool(self._filled)
+
     def has_filled(self, leaf: Node) -> bool:
         """Return whether the bytes of a stored tensor fill a target."""
         return isinstance(leaf, TENSORS) and self._filled.issuperset(positions_of(leaf))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 
 from tierfall.core.tensors import names as naming
@@ -153,6 +153,8 @@ class MismatchReport:
             ]
             stored = self._stored_name(line.name)
             near = difflib.get_close_matches(stored, fitting, n=1, cutoff=0.8)
+            if isinstance(line.content, Sized) and len(line.content) > 1 and len(fitting) == 1:
+                near = fitting  # of several tensors: names and shapes in it are alike
             if near:
                 del free[near[0]]
                 hint = f" (rename={{{stored!r}: {near[0]!r}}}?)"

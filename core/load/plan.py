@@ -219,6 +219,23 @@ class RestoreWork:
             contents = {each: _live_content(part) for each, part in live}
             for each, content in _whole_or_parts(name, contents, kept):
                 self.report.extra(each, content)
+            self._refuse_if_none_fits(kept, dict(live))
+
+    def _refuse_if_none_fits(self, kept: Sequence[str], live: Mapping[str, Any]) -> None:
+        """Refuse tensors that stay as they are if the checkpoint's have other names, and none would be restored."""
+        lacking = [name for name in kept if isinstance(live[name], torch.Tensor)]
+        stored = [
+            name
+            for name, found in self._absent
+            for _, leaf in found
+            if isinstance(leaf, TensorNode)
+        ]
+        if lacking and stored and not (self.choices.strict or self.matcher.fills_any):
+            self.report.refuses(
+                lacking[0],
+                "is not in the checkpoint, nor is any other tensor of the state, so that none would be restored; "
+                f"rename={{{stored[0]!r}: ...}} restores the checkpoint's under the state's name",
+            )
 
     def _content(self, leaf: Node, name: str) -> object:
         match leaf:

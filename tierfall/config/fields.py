@@ -249,7 +249,8 @@ def _path(value: object, info: ValidationInfo) -> Path:
     if variable := _VARIABLE.search(text):
         name = variable[1] or variable[2]
         raise ConfigError(
-            f"{show(text)} contains {variable[0]}, which is not replaced; write ${{env:{name}}}"
+            f"{show(text)} contains {variable[0]}, which is not replaced; write ${{env:{name}}}, and the value in "
+            "quotes"
         )
     try:
         os.fsencode(text)

@@ -497,7 +497,8 @@ class SavingLineage:
         if self.last_step is not None and step <= self.last_step:
             raise StepError(
                 f"save of step {step}: this lineage is at step {self.last_step} already, and a committed step is "
-                "never overwritten; to go back, restore(step=...) first"
+                "never overwritten. After restore() a loop goes on at report.step + 1; to go back to an older step, "
+                "call restore(step=...) first"
             )
 
     def check_begun(self, step: int) -> None:
