@@ -476,7 +476,7 @@ class StoredTierConfig(_Tier):
     newest is not copied there. `supersede`: the oldest is not. Absent: `supersede` if the host tier has it, else
     `wait`."""
     max_wait_s: fields.Wait | None = Field(default=None, examples=["10s"])
-    """The most that a save waits for this tier, and how long it may fail before that is reported; absent: the run's
+    """A save waits at most so long for this tier, and one that fails longer is reported; absent: the run's
     `max_wait`."""
 
     @property
