@@ -429,7 +429,8 @@ def plan_fill(
     """
     if not isinstance(state, Mapping):
         raise RestoreError(
-            f"restore: state is {with_article(type(state).__name__)}; expected a mapping"
+            f"restore: state is {with_article(type(state).__name__)}; expected a mapping of names to objects, such as "
+            '{"model": model}'
         )
     choices = choices or Choices()
     header = renamed(header, choices.rename)

@@ -78,7 +78,8 @@ def walk_state(
     """
     if not isinstance(state, Mapping):
         raise CaptureError(
-            f"save: state is {with_article(type(state).__name__)}; expected a mapping of names to objects"
+            f"save: state is {with_article(type(state).__name__)}; expected a mapping of names to objects, such as "
+            '{"model": model}'
         )
     cache = WalkCache() if cache is None else cache
     scans = modules.scan_state(state, cache.trees)
