@@ -241,7 +241,7 @@ def test_a_drain_frees_no_image_whose_copy_on_a_tier_is_damaged(
     (victim,) = place.folders()[0].glob("*.safetensors")
     victim.write_bytes(victim.read_bytes()[:100])
     answer = place.cli("drain", code=1)
-    assert "tierfall verify 1@1 --tier disk --repair" in answer.err
+    assert f"tierfall verify --config {place.yaml} 1@1 --tier disk --repair" in answer.err
     assert in_memory(place) == [1, 2]
     assert "damaged" in place.cli("ls", code=1).out
     assert place.json("drain", code=1)["done"] == []
