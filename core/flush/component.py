@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Component:
-    """A component of the coordinator, which it reaches the others by."""
+    """A component of the coordinator. It reaches the other ones by ``_planner``, once all are built."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._planner = coordinator

@@ -97,7 +97,7 @@ class LedgerEntry:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether no work on it is in progress, owed, or due to a failed, damaged or deleted copy."""
+        """Return whether no work on it is in progress or owed, and no person has deleted it."""
         return not (
             self.owed
             or self.set_aside

@@ -210,6 +210,7 @@ class RestoreWork:
             contents = {each: self._content(leaf, each) for each, leaf in stored}
             for each, content in _whole_or_parts(name, contents, missing):
                 self.report.absent(each, content)
+        lacking = list[str]()
         for name, live in self._extra:
             kept = [
                 each
@@ -219,20 +220,23 @@ class RestoreWork:
             contents = {each: _live_content(part) for each, part in live}
             for each, content in _whole_or_parts(name, contents, kept):
                 self.report.extra(each, content)
-            self._refuse_if_none_fits(kept, dict(live))
+            parts = dict(live)
+            lacking += [each for each in kept if isinstance(parts[each], torch.Tensor)]
+        if lacking and not (self.choices.strict or self.matcher.fills_any):
+            self._refuse_if_none_fits(lacking[0])
 
-    def _refuse_if_none_fits(self, kept: Sequence[str], live: Mapping[str, Any]) -> None:
-        """Refuse tensors that stay as they are if the checkpoint's have other names, and none would be restored."""
-        lacking = [name for name in kept if isinstance(live[name], torch.Tensor)]
+    def _refuse_if_none_fits(self, lacking: str) -> None:
+        """Refuse a restore that fills no tensor, though the checkpoint has some under names that the state lacks:
+        training would go on from the values that ``lacking`` and the others have now."""
         stored = [
             name
             for name, found in self._absent
             for _, leaf in found
             if isinstance(leaf, TensorNode)
         ]
-        if lacking and stored and not (self.choices.strict or self.matcher.fills_any):
+        if stored:
             self.report.refuses(
-                lacking[0],
+                lacking,
                 "is not in the checkpoint, nor is any other tensor of the state, so that none would be restored; "
                 f"rename={{{stored[0]!r}: ...}} restores the checkpoint's under the state's name",
             )

@@ -145,11 +145,12 @@ def _command(
 
     def command(**given: Any) -> None:
         work = getattr(import_module(module), f"{name}_" if name == "import" else name)
+        asked = Asked(**{option: given[option] for option in also})
+        remember(asked)
         if prints:
             work(**given)
             return
-        asked = Asked(**{option: given.pop(option) for option in also})
-        remember(asked)
+        given = {option: value for option, value in given.items() if option not in also}
         answer = import_module("tierfall.cli.common").CommandOutput(asked)
         work(answer, **given)
         answer.finish()

@@ -36,7 +36,7 @@ from tierfall.cli.common import (
     table,
     with_tier,
 )
-from tierfall.cli.usage import Asked, Exit, StepName, print_out, refuse, to_document
+from tierfall.cli.usage import Asked, Exit, StepName, print_out, proposed, refuse, to_document
 from tierfall.config import Config
 from tierfall.core.copies.images import checked_manifest
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
@@ -744,7 +744,7 @@ def _painter(*, as_json: bool) -> Callable[[RunView], None]:
         return lambda frame: print_out(to_document(frame.document, frame.problems) + "\n")
     if not sys.stdout.isatty() or console.is_dumb_terminal:
         return lambda frame: print_parts(
-            [*frame.shown(), *(f"tierfall: {problem}" for problem in frame.problems), ""]
+            [*frame.shown(), *(f"tierfall: {proposed(problem)}" for problem in frame.problems), ""]
         )
     print_out(CLEAR)
     return partial(_paint, console)
@@ -763,7 +763,7 @@ def _paint(console: Console, frame: RunView) -> None:
 def _drawn(console: Console, frame: RunView, rows: int) -> list[str]:
     with console.capture() as drawn:
         for problem in frame.problems:
-            console.print(f"tierfall: {problem}", style="red")
+            console.print(f"tierfall: {proposed(problem)}", style="red")
         for part in frame.shown(rows):
             console.print(part)
     return drawn.get().splitlines()

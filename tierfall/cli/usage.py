@@ -51,6 +51,7 @@ class Asked(NamedTuple):
 
 
 _OF_A_RUN = "check|ls|show|verify|drain|pin|unpin|tag|untag|prune|rm|forget|copy|export|import"
+"""The commands that read or change one run."""
 _options = ""
 """The options of the command that runs by which another one finds the same run."""
 
