@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from tierfall.core.runtime.threads import InterruptedWaitError, interrupt_of_thread
+from tierfall.core.runtime.threads import WAKE_S, InterruptedWaitError, interrupt_of_thread
 from tierfall.core.types.errors import TierfallError, UnreachableError
 
 logger = logging.getLogger("tierfall")
@@ -134,8 +134,7 @@ class BoundedCalls:
                 log_s = math.inf
             if waiting:
                 wait_s = min(log_s - now_s, *(left_s[name] for name in waiting))
-                if interrupt is not None:
-                    wait_s = min(wait_s, INTERRUPT_S)
+                wait_s = min(wait_s, WAKE_S if interrupt is None else INTERRUPT_S)
                 waiting.pop(_next(finished, wait_s), None)
 
     def _abandon(self, name: str, call: _Call, too_late: Callable[[T], None]) -> None:

@@ -20,7 +20,8 @@ _conditions = Conditions()
 K = TypeVar("K")
 T = TypeVar("T")
 WAKE_S = 1.0
-"""Seconds after which a thread that waits for others looks whether it was interrupted."""
+"""Seconds after which a thread that waits for others looks whether it was interrupted: a signal that comes just before
+it sleeps, or that the kernel gives to another thread, does not wake it."""
 _interrupts = threading.local()
 
 
@@ -51,7 +52,7 @@ def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[in
                 break
             started.append(thread)
         for thread in started:
-            while thread.is_alive():  # the kernel may give a signal to a thread that does not wait
+            while thread.is_alive():
                 thread.join(WAKE_S)
     except BaseException:
         work.interrupt()
