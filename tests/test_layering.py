@@ -71,7 +71,7 @@ LINES = {
     ("core/compression",): 360,
     ("core/flush",): 7_207,
     ("policies",): 2_152,
-    ("backends",): 5_706,
+    ("backends",): 5_721,
     ("tiers",): 4_623,
     ("tierfall/config",): 2_055,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 7_968,

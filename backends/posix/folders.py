@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from tierfall.core.types.errors import (
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _SYNCED_MAX = 4096
 PROOF_BYTES_MAX = 1 << 20
+APPEARS_S = 2.0
 LISTINGS_AT_ONCE = 64
 GROUP = 128
 """Subfolders that are listed concurrently before a scan yields the first object of any."""
@@ -55,12 +57,26 @@ def make_root(path: Path) -> None:
     if path.exists():
         return
     make_root(path.parent)
-    path.mkdir(exist_ok=True)
+    _make(path)
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         can_sync(parent)
     finally:
         os.close(parent)
+
+
+def _make(path: Path | str, parent: int | None = None) -> None:
+    """Create a folder. If another node is creating it, wait until it appears: a parallel file system may first refuse
+    the name, and then find no such folder for some milliseconds."""
+    with suppress(FileExistsError):
+        os.mkdir(path, dir_fd=parent)
+        return
+    deadline_s = time.monotonic() + APPEARS_S
+    while time.monotonic() < deadline_s:
+        with suppress(FileNotFoundError):
+            os.stat(path, dir_fd=parent, follow_symlinks=False)
+            return
+        time.sleep(0.01)
 
 
 def can_sync(folder: int) -> bool:
@@ -233,9 +249,8 @@ class Folders:
         try:
             child = self._enter(parent, part, path)
         except FileNotFoundError:
-            # Created concurrently; the open that follows fails if it is no folder.
-            with suppress(FileExistsError):
-                os.mkdir(part, dir_fd=parent)
+            # The open that follows fails if it is no folder.
+            _make(part, parent)
             child = self._enter(parent, part, path)
         except NotADirectoryError as error:
             raise BackendError(

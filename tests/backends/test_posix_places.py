@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +49,26 @@ def test_a_root_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(BackendError, match=name):
         PosixBackend(tmp_path / name)
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_that_another_node_is_creating_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parallel file system refuses its name some milliseconds before it shows the folder."""
+    make, late = os.mkdir, []
+
+    def made_elsewhere(path: str | Path, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        at = path if dir_fd is None else Path(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
+        late.append(threading.Timer(0.05, make, [at]))
+        late[-1].start()
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+    monkeypatch.setattr(os, "mkdir", made_elsewhere)
+    backend = PosixBackend(tmp_path / "tier")
+    put(backend, "run/step/key", b"bytes")
+    assert len(late) == 3
+    assert get(backend, "run/step/key") == b"bytes"
+    backend.close()
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000])
