@@ -86,6 +86,25 @@ def test_a_start_that_continues_from_what_no_listing_shows_reads_it_by_the_linea
     assert step_in(tierfall.load(config)) == 2
 
 
+@pytest.mark.usefixtures("impatient")
+def test_nothing_is_collected_as_unfinished_while_a_record_is_out_of_reach(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    """A parallel file system of which a server is down may say of a file there that it does not exist."""
+    save_steps(config, 1, 2, 3)
+    first, second = "00001-a0001/commit.json", "00002-a0001/commit.json"
+    shelf.hidden = shelf.absent = (first,)
+    shelf.refused = {second: toolkit.UnreachableError}
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(blank())
+        assert report is not None
+        assert report.step == 3
+        ckpt.save(4, state_of(4), block=True)
+    shelf.hidden = shelf.absent = ()
+    shelf.refused = {}
+    assert [step_in(tierfall.load(config, step=step)) for step in (1, 2, 3, 4)] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("by", ["a drain", "a start that restores nothing"])
 def test_no_rule_deletes_while_the_newest_step_is_away(
     by: str, make_config: MakeConfig, tmp_path: Path

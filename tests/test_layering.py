@@ -69,7 +69,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_853,
     ("core/restore", "core/load", "core/copies"): 7_049,
     ("core/compression",): 360,
-    ("core/flush",): 7_207,
+    ("core/flush",): 7_211,
     ("policies",): 2_152,
     ("backends",): 5_721,
     ("tiers",): 4_623,

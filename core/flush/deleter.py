@@ -264,8 +264,8 @@ class Deleter(Component):
 
     def collect_unfinished(self, tier: str, id: CheckpointId, reason: str) -> bool:
         """Delete this rank's files (all, if the ledger lacks the checkpoint) of a copy that was never committed; return
-        False if that was begun before, or a listing was incomplete."""
-        if self._ledger.lags:
+        False if that was begun before, or a listing was incomplete, or a commit record there may be out of reach."""
+        if self._ledger.lags or tier in self._ledger.unsure:
             return False
         entry = self._ledger.entries.get(id)
         shard = None if entry is None else entry.shard

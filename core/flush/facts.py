@@ -26,7 +26,7 @@ from tierfall.core.format.records import Commit, Geometry, Manifest
 from tierfall.core.ranks.topology import ALONE, Topology
 from tierfall.core.runtime import retries
 from tierfall.core.types import keys
-from tierfall.core.types.errors import FencedError, FlushError, TierfallError
+from tierfall.core.types.errors import FencedError, FlushError, TierfallError, UnreachableError
 from tierfall.core.types.lineage import AttemptStart, Key, abandoned_by
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard, TierKind
@@ -361,7 +361,8 @@ class Ledger:
     ) -> None:
         """``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as in ``note_partial``.
         ``has_begun``: this start has restored, or begins anew, or has committed a checkpoint; before, rules delete
-        nothing. ``lags``: a listing of this start was incomplete, and rules delete nothing. ``reading`` counts a
+        nothing. ``lags``: a listing of this start was incomplete, and rules delete nothing. ``unsure`` names the
+        tiers where a copy could not be reached: a missing commit record proves nothing there. ``reading`` counts a
         checkpoint's readers: meanwhile only a command deletes its stored copies. One that could not be read counts as
         read to the end. ``restoring``: a restore reads the tiers. ``failing`` tells why tiers accept no copies at
         present, on this rank or another; ``stuck`` has the copy of another rank that a tier does not accept. ``fenced``
@@ -393,6 +394,7 @@ class Ledger:
         self.has_begun = False
         self.evaluated_at: float = 0
         self.lags = False
+        self.unsure: set[str] = set()
         self.reading: Counter[CheckpointId] = Counter()
         self.restoring = False
         self.failing: dict[str, BaseException] = {}
@@ -480,6 +482,8 @@ class Ledger:
         listings = tuple(listings)
         self._starts = {start.key: start for start in starts_in(listings)}
         for listing in listings:
+            if any(isinstance(copy.damage, UnreachableError) for copy in listing.copies):
+                self.unsure.add(listing.tier)
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
 
