@@ -117,6 +117,9 @@ class WriterWrapper(AbortOnExit):
     def write(self, offset: int, view: memoryview) -> None:
         self._inner.write(offset, view)
 
+    def find(self, offset: int, view: memoryview) -> bool:
+        return self._inner.find(offset, view)
+
     def publish(self) -> None:
         self._inner.publish()
 
@@ -290,14 +293,14 @@ class Bounded(Wrapper):
         return _BoundedWriter(inner, self)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        self._fill(lambda: self._inner.read_into(key, offset, view), [view])
+        self.fill(lambda: self._inner.read_into(key, offset, view), [view])
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
         """Fill ``views`` as ``inner`` does. Without the trait ``cache_never_waits``, they are to be parts of buffers.
         With it, none of them is filled any more once the call is given up."""
         if not self.traits.cache_never_waits:
             parts = list(views)
-            return self._fill(lambda: self._inner.read_cached(key, offset, end, parts), parts)
+            return self.fill(lambda: self._inner.read_cached(key, offset, end, parts), parts)
         left, lending, given_up = iter(views), threading.Lock(), threading.Event()
 
         def lend() -> Generator[memoryview, None, None]:
@@ -319,7 +322,7 @@ class Bounded(Wrapper):
             with lending:
                 given_up.set()
 
-    def _fill(self, read: Callable[[], T], views: Sequence[memoryview]) -> T:
+    def fill(self, read: Callable[[], T], views: Sequence[memoryview]) -> T:
         """Make a read into parts of buffers: their memory counts as being filled (``runtime.buffers``) until it
         returns."""
 
@@ -391,6 +394,10 @@ class _BoundedWriter(WriterWrapper):
         self._bytes += view.nbytes
         write = super().write
         self._call("write", lambda: write(offset, view), bytes=view.nbytes)
+
+    def find(self, offset: int, view: memoryview) -> bool:
+        find = super().find
+        return self._backend.fill(lambda: find(offset, view), [view])
 
     def publish(self) -> None:
         """Publish within the bound, and the time that all bytes take: they may only now reach the medium."""

@@ -43,6 +43,9 @@ class RawImageWriter(ImageUpload):
         self._writer = writer
         self._published = False
 
+    def find_chunks(self, start: int, view: memoryview) -> bool:
+        return self._writer.find(start, view)
+
     def write_chunks(self, index: int, start: int, view: memoryview) -> None:
         """Write the chunks from ``index`` on; ``start`` is their offset in the image."""
         self._writer.write(start, view)

@@ -404,6 +404,18 @@ class PosixWriter(WriterBase):
             with self._lock:
                 self._coverage.add(offset, offset + data.nbytes)
 
+    def find(self, offset: int, view: memoryview) -> bool:
+        """See ``Writer``. Read from the medium, as ``_has`` does."""
+        if not self._resumed:
+            return False
+        data = flat(view, writable=True)
+        with self._writing(), self._left() as file:
+            try:
+                direct_bytes = self._backend.medium.direct_bytes
+                return read_whole(file, data, offset, block_bytes=direct_bytes) == data.nbytes
+            except OSError:  # it is written over
+                return False
+
     def abort(self) -> None:
         """See ``Writer``. A ``publish`` that is in progress on another thread, such as a hung one, then fails."""
         if self._state is not WriterState.PUBLISHED:
@@ -470,19 +482,23 @@ class PosixWriter(WriterBase):
     def _has(self, offset: int, data: memoryview) -> bool:
         """Return whether the file has these bytes. They are read from the medium, if the kernel can: after a failed
         fsync of the dead process, its cache may have what the medium has not."""
+        with self._left() as file, self._backend.pool.block() as block:
+            for start in range(0, data.nbytes, block.nbytes):
+                part = data[start : start + block.nbytes]
+                there, at = block[: part.nbytes], offset + start
+                direct_bytes = self._backend.medium.direct_bytes
+                count = read_whole(file, there, at, block_bytes=direct_bytes)
+                if count < part.nbytes or there != part:
+                    return False
+        return True
+
+    @contextmanager
+    def _left(self) -> Iterator[int]:
         file = os.open(self._name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._folder)
         try:
-            with self._backend.pool.block() as block:
-                for start in range(0, data.nbytes, block.nbytes):
-                    part = data[start : start + block.nbytes]
-                    there, at = block[: part.nbytes], offset + start
-                    direct_bytes = self._backend.medium.direct_bytes
-                    count = read_whole(file, there, at, block_bytes=direct_bytes)
-                    if count < part.nbytes or there != part:
-                        return False
+            yield file
         finally:
             os.close(file)
-        return True
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -134,6 +134,10 @@ class WriterBase(AbortOnExit):
         self._lock = threading.Lock()
         self._state = WriterState.OPEN
 
+    def find(self, offset: int, view: memoryview) -> bool:
+        """See ``Writer``. False by default: what is left is compared as it is written."""
+        return False
+
     def publish(self) -> None:
         with self._lock:
             if self._state not in (WriterState.OPEN, WriterState.WAITING):

@@ -30,14 +30,18 @@ Load = Callable[[torch.Tensor], torch.Tensor]
 class ImageUpload(Protocol):
     """An image that is being written to a tier; several threads may write its chunks.
 
-    ``write_chunks`` writes the chunks from ``index`` on, which begin at ``start`` of the image. After a retryable
-    failure the upload can continue: chunks for which ``has_chunk`` is true are not written again, and ``flush`` sends
-    what is buffered; by default nothing is. ``finish`` makes the image visible and returns the files that the commit
-    record names in place of the raw image; it may be repeated after a retryable failure. After any other failure the
-    upload is unusable.
+    ``find_chunks`` fills a view with what an earlier upload of this image has left from ``start`` on, whatever it is;
+    False if nothing is left there. ``write_chunks`` writes the chunks from ``index`` on, which begin at ``start`` of
+    the image. After a retryable failure the upload can continue: chunks for which ``has_chunk`` is true are not written
+    again, and ``flush`` sends what is buffered; by default nothing is. ``finish`` makes the image visible and returns
+    the files that the commit record names in place of the raw image; it may be repeated after a retryable failure.
+    After any other failure the upload is unusable.
     """
 
     def has_chunk(self, index: int) -> bool:
+        return False
+
+    def find_chunks(self, start: int, view: memoryview) -> bool:
         return False
 
     def write_chunks(self, index: int, start: int, view: memoryview) -> None: ...

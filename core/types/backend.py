@@ -88,6 +88,11 @@ class Writer(Protocol):
         """Write the bytes of a view at ``offset``; an empty view is no error."""
         ...
 
+    def find(self, offset: int, view: memoryview) -> bool:
+        """Under ``Publish.RESUME``, fill a view with what an earlier writer has left at ``offset``, whatever it is;
+        return False if nothing is left there, or it cannot be read. It counts as written only after ``write``."""
+        return False
+
     def publish(self) -> None:
         """Make the object visible; BackendError if a byte between 0 and its end was not written."""
         ...

@@ -31,6 +31,7 @@ RARELY = {
     "already",
     "forgotten_by",
     "capacity_bytes",
+    "owner",
 }
 """Fields of which these commands print no value here."""
 OWN = {"demo", "schema"}
@@ -120,7 +121,9 @@ def test_the_page_has_what_the_commands_that_change_print(cli: Cli, tmp_path: Pa
     (tmp_path / "away").mkdir()
     away = {"name": "away", "kind": "file", "path": str(tmp_path / "away"), "flush": {"every": 9}}
     cli.configure({**cli.config, "tiers": [*cli.config["tiers"], away]})
-    page.check(cli.json("copy", "3", "--to", "away"), "copy")
+    page.check(cli.json("prefetch", "--to", "away"), "prefetch")
+    page.check(cli.json("prefetch"), "prefetch")
+    page.check(cli.json("copy", "1", "--to", "away"), "copy")
     page.check(cli.json("forget", "away"), "forget")
     page.check(cli.json("drain"), "drain")
     (tmp_path / "disk/run/mine").touch()
@@ -129,8 +132,8 @@ def test_the_page_has_what_the_commands_that_change_print(cli: Cli, tmp_path: Pa
     page.check(
         run(["init", str(tmp_path / "new.yaml"), "--parameters", "1M", "--json"]).document, "init"
     )
-    changed = ("pin", "tag", "rm", "rm---all", "forget", "copy", "export", "import", "init")
-    assert {name for _, name in page.unseen(*changed)} <= RARELY
+    changed = {"pin", "tag", "rm", "rm---all", "forget", "copy", "prefetch", "export", "import"}
+    assert {name for _, name in page.unseen(*changed, "init")} <= RARELY
 
 
 def test_the_page_has_what_is_printed_beside_a_trainer_and_after_its_death(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.contract.kit import (
     ROOT,
@@ -539,3 +540,55 @@ def test_the_prestop_hook_ends_the_trainer_and_drains_what_it_left(
     wait_until(trainer.program.ended, "the trainer has ended")
     assert place.steps("far") == [1]
     assert folder_of(place, 1, "far").exists()
+
+
+def far_alone(place: Place) -> None:
+    """Step 1 is on the tier that all nodes see; this node is new."""
+    place.config(nvme={"shared": False}, far={"shared": True})
+    place.save(1)
+    shutil.rmtree(place.root / "nvme")
+    shutil.rmtree(place.memory)
+    place.memory.mkdir()
+
+
+def test_the_slurm_prolog_brings_this_nodes_part_and_never_takes_a_node_out_of_service(
+    place: Place, command: Path
+) -> None:
+    far_alone(place)
+    scontrol = place.root / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho n1; echo n10; echo n12")
+    scontrol.chmod(0o755)
+    job = {"SCONTROL": str(scontrol), "SLURM_JOB_NODELIST": "n[1,10,12]"}
+    other = hook(place, command, "slurm_prolog.sh", SLURMD_NODENAME="n1", **job)
+    assert (other.returncode, place.steps("nvme")) == (0, []), other.stderr
+    assert "fewer ranks than nodes" in other.stdout, "the only rank is on the last node"
+    done = hook(place, command, "slurm_prolog.sh", SLURMD_NODENAME="n12", **job)
+    assert (done.returncode, place.steps("nvme")) == (0, [1]), done.stderr
+    alone = hook(place, command, "slurm_prolog.sh")
+    assert (alone.returncode, "1@1 is on" in alone.stdout) == (0, True), alone.stderr
+    place.yaml.write_text("run: [")
+    broken = hook(place, command, "slurm_prolog.sh")
+    assert (broken.returncode, bool(broken.stderr)) == (0, True)
+    place.yaml.unlink()
+    assert hook(place, command, "slurm_prolog.sh").returncode == 0
+
+
+def test_the_init_container_brings_what_the_pod_restores(place: Place, command: Path) -> None:
+    far_alone(place)
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes_prefetch.yaml").read_text())["spec"]
+    pod = job["template"]["spec"]
+    (init,) = pod["initContainers"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in init["volumeMounts"]} <= volumes
+    assert f"/{job['completions']}" in init["command"][-1]
+    environment = {
+        **os.environ,
+        "PATH": f"{command.parent}:{os.environ['PATH']}",
+        "JOB_COMPLETION_INDEX": str(job["completions"] - 1),
+        init["env"][0]["name"]: str(place.yaml),
+    }
+    for _ in range(2):
+        subprocess.run(init["command"], check=True, timeout=60, env=environment)
+        assert place.steps("nvme") == [1]
+    place.yaml.unlink()
+    subprocess.run(init["command"], check=True, timeout=60, env=environment)

@@ -62,6 +62,26 @@ def command(folder: str, *words: str, node: str = "0", **changes: Any) -> Any:
 # One checkpoint, or none -------------------------------------------------------------------------------
 
 
+def test_a_node_with_a_new_disk_gets_its_part_before_the_ranks_start(
+    apart: Crew, folder: str, tmp_path: Path
+) -> None:
+    apart.run(of_ranks.go_on, folder=folder, steps=[1], wait=["nvme", "pfs"])
+    for node in "01":
+        shutil.rmtree(tmp_path / f"memory-{node}")
+    shutil.rmtree(tmp_path / "nvme-1")
+    held = json.loads(command(folder, "prefetch", "--json").out)
+    assert (held["tier"], held["holding"], held["ranks"]) == (None, ["nvme"], [0, 1])
+    done = json.loads(command(folder, "prefetch", "--node", "1/2", "--json", node="1").out)
+    assert (done["tier"], done["ranks"], done["problems"]) == ("nvme", [2, 3], [])
+    images = {path.name for path in step_folder(tmp_path, "nvme-1", 1).glob("*.safetensors")}
+    assert images == {image(2), image(3)}
+    found = apart.run(of_ranks.go_on, folder=folder, steps=[2], wait=["nvme", "pfs"])
+    assert [(one["step"], one["good"], one["tiers"]) for one in found] == [(1, True, ["nvme"])] * 4
+    rest = json.loads(command(folder, "prefetch", "1", "--node", "0/2", "--json", node="1").out)
+    assert rest["ranks"] == [0, 1, 2, 3], "what it has of it stays"
+    assert command(folder, "verify", node="1").code == 0
+
+
 def test_what_all_ranks_save_all_ranks_restore_bit_for_bit(
     apart: Crew, folder: str, tmp_path: Path
 ) -> None:

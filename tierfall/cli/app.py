@@ -387,6 +387,24 @@ _command(
     to=_option("--to", "TIER", "The tier to copy to.", default=..., autocompletion=_tier_names),
 )
 _command(
+    "prefetch",
+    "Bring what a restore will read to a disk of this node. For a prolog, an init container or a spare node: it does "
+    "nothing if the run has no checkpoint yet, or if the fast tiers have it.",
+    step=_argument("STEP", f"{_STEP_HELP} [latest]", StepName, parse_step, None),
+    to=_option(
+        "--to",
+        "TIER",
+        "The tier. [the fastest disk of this node with room]",
+        autocompletion=_tier_names,
+    ),
+    node=_option(
+        "--node",
+        "K/N",
+        "This is node K, from 0, of N: bring its part of the ranks.",
+        parse=_later("tierfall.cli.commands", "parse_node"),
+    ),
+)
+_command(
     "export",
     "Write a step as files for other programs. It becomes one file, shards, or a DCP folder, from the fastest good "
     "copy; every chunk is verified.",

@@ -2,8 +2,9 @@
 
 ``pin``, ``unpin``, ``tag``, ``untag``, ``rm``, ``prune``, ``forget``. ``drain``: flush what a dead trainer left in
 memory. ``verify``: verify every copy, report what is damaged, where, and how to repair it; and repair it. ``copy``:
-copy a step to a tier that does not hold it. ``export``: write a step, or a part of it, as files that can be read
-without tierfall. ``import``: save what another program wrote as a step.
+copy a step to a tier that does not hold it. ``prefetch``: bring what a restore will read to a disk of this node.
+``export``: write a step, or a part of it, as files that can be read without tierfall. ``import``: save what another
+program wrote as a step.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from tierfall.config.model import OnClose
 from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.format.catalog import KnownCheckpoint, starts_in
+from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
@@ -66,7 +68,9 @@ from tierfall.ops import commands, sync
 from tierfall.ops.commands import Progress
 from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
-from tierfall.ops.reader import HeldMemory, RunReader, held_by_runs
+from tierfall.ops.prefetch import NodePart, PrefetchResult
+from tierfall.ops.prefetch import prefetch as bring
+from tierfall.ops.reader import HeldMemory, RunReader, find_owner_of, held_by_runs
 from tierfall.ops.sync import Repairer, RepairResult, owned_reader
 from tierfall.ops.verify import (
     Finding,
@@ -662,6 +666,63 @@ def copy(answer: CommandOutput, steps: list[StepName], to: str) -> None:
             answer.show(f"decided by the lists of other tiers: {', '.join(copied.decided)}")
         answer.show(*(f"note: {note}" for note in copied.notes))
     answer.document = document_of(settings.run, documents)
+
+
+# prefetch --------------------------------------------------------------------------------------------
+
+
+def parse_node(text: str) -> NodePart:
+    """Parse K/N."""
+    number, _, nodes = text.partition("/")
+    if not (number.isdecimal() and nodes.isdecimal() and int(number) < int(nodes)):
+        raise ConfigError(f"{text!r}; expected K/N, such as 0/4: the nodes are counted from 0")
+    return int(number), int(nodes)
+
+
+def prefetch(
+    answer: CommandOutput, step: StepName | None, to: str | None, node: NodePart | None
+) -> None:
+    """Bring what a restore will read to a disk of this node."""
+    settings = load_settings(answer.asked, doing="prefetch")
+    check_tier(settings, to)
+    if to == settings.host.name:
+        refuse(
+            f"prefetch: {to} is memory, which only the trainer writes; name a disk of this node",
+            Exit.USAGE,
+        )
+    asked = step or StepName()
+    request = RestoreRequest(
+        step=asked.step,
+        attempt=asked.attempt,
+        operation="prefetch",
+        advice="or leave it to the restore",
+    )
+    run, owner = settings.run, find_owner_of(settings)
+    if owner is None:
+        with progress_bar("prefetch", as_json=answer.as_json) as watch:
+            done = bring(settings, request, to=to, part=node, watch=watch)
+    else:
+        done = PrefetchResult()
+    answer.document = {
+        "run": run,
+        **(members(done, "id") if done.id else {"step": None, "attempt": None}),
+        **members(done, "tier", "holding", "ranks", "bytes", "sources", "notes"),
+        "owner": owner_members(owner),
+    }
+    if owner is not None:
+        answer.show(f"run {run}: a trainer owns it here ({owner}): nothing is to be brought")
+    elif done.id is None:
+        answer.show(f"run {run}: there is no checkpoint yet: nothing is to be brought")
+    elif done.tier is None:
+        where = f" is on {', '.join(done.holding)}" if done.holding else ""
+        answer.show(f"{done.id}{where}: nothing is to be brought")
+    else:
+        sources = ", ".join(done.sources) or "what an earlier call had brought"
+        of = "" if node is None else f" of {counted(len(done.ranks), 'rank', 'ranks')}"
+        answer.show(
+            f"prefetched {done.id}{of} from {sources} to {done.tier} ({format_size(done.bytes)})"
+        )
+    answer.show(*(f"note: {note}" for note in done.notes))
 
 
 # Tiers that could not be read ----------------------------------------------------------------------

@@ -50,7 +50,9 @@ class Asked(NamedTuple):
     as_json: bool = False
 
 
-_OF_A_RUN = "check|ls|show|verify|drain|pin|unpin|tag|untag|prune|rm|forget|copy|export|import"
+_OF_A_RUN = (
+    "check|ls|show|verify|drain|pin|unpin|tag|untag|prune|rm|forget|copy|prefetch|export|import"
+)
 """The commands that read or change one run."""
 _options = ""
 """The options of the command that runs by which another one finds the same run."""
@@ -205,7 +207,7 @@ GROUPS = {
     "Look": ("ls", "show", "latest", "runs", "watch"),
     "Trust": ("verify", "drain"),
     "Change": ("pin", "unpin", "tag", "untag", "prune", "rm", "forget"),
-    "Move": ("copy", "export", "import"),
+    "Move": ("copy", "prefetch", "export", "import"),
 }
 """The commands, in the groups of ``--help`` and of the pages in docs/."""
 

@@ -17,10 +17,11 @@ from functools import partial
 from typing import TypeVar
 
 from tierfall.config import Config
+from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.codec import frame_bytes_max
 from tierfall.core.copies.checkpoint_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
-from tierfall.core.copies.image_writes import aborted_on_failure, publish_image
+from tierfall.core.copies.image_writes import ImageUpload, aborted_on_failure, publish_image
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
 from tierfall.core.flush.lane import LaneLimits
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
@@ -100,7 +101,7 @@ def open_writable(config: Config, tier: str) -> Iterator[StoredTier]:
         close_stores(stores, ANSWER_S)
 
 
-def _writing_attempt(
+def writing_attempt(
     reader: RunReader, listings: Sequence[Listing], line: Lineage, store: StoredTier
 ) -> Attempt:
     """Return the attempt to write on behalf of: the newest that any tier knows, else the one that saved the checkpoint;
@@ -147,9 +148,10 @@ def send(
     """Write the images of ``shards`` and their manifests, each complete before it is visible; return their files.
 
     An image that the tier holds already is not sent again: an earlier call, or another machine, has sent it. Of one
-    that an earlier call had begun, however it ended, what has arrived is compared, and not sent again; so does this
-    call leave what it has begun. With ``anew``, a file of the same name is replaced once the whole image was read and
-    verified. Raises the error of the source or of the tier, and FencedError.
+    that an earlier call had begun, however it ended, what has arrived is compared, and not sent again; if it is a raw
+    image in a folder, it is not read from the source again either. So does this call leave what it has begun. With
+    ``anew``, a file of the same name is replaced once the whole image was read and verified. Raises the error of the
+    source or of the tier, and FencedError.
     """
     id = source.commit.lineage.checkpoint
     sizes = {} if anew else sizes_on(store, id)
@@ -166,7 +168,7 @@ def send(
             # The frames of a packed image are written in order.
             in_order = replace(limits, parallel=1) if store.is_packed else limits
             reader = ChunkReader(found, manifest, source.images.tally)
-            _write_chunks(manifest, reader, in_order, writer.write_chunks, on_bytes)
+            _write_chunks(manifest, reader, in_order, writer, on_bytes)
             store.check_newest(attempt, doing=f"flush of {id}")
             record = publish_image(store, writer, manifest, source.commit, id=id, shard=shard)
         files += files_of(record, shard)
@@ -242,26 +244,33 @@ def _write_chunks(
     manifest: Manifest,
     reader: ChunkReader,
     limits: LaneLimits,
-    put: Callable[[int, int, memoryview], None],
+    writer: ImageUpload,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Copy ranges of chunks, each as long as a part of the tier's objects."""
+    """Copy ranges of chunks, each as long as a part of the tier's objects. A range that an earlier call has left there
+    is not read from the source again if it matches its digests."""
     runs = [range(*run) for run in limits.runs(manifest)]
     starts = [manifest.chunk_range(run[0])[0] for run in runs]
     sizes = [manifest.chunk_range(run[-1])[1] - at for run, at in zip(runs, starts, strict=True)]
     threads = max(1, min(limits.parallel, limits.budget_bytes // max(sizes)))
     pool = BufferPool(bytes=frame_bytes_max(max(sizes)), count=threads)
 
+    def is_left(run: range, start: int, view: memoryview) -> bool:
+        if not writer.find_chunks(start, view):
+            return False
+        ranges = [manifest.chunk_range(i) for i in run]
+        found = [chunk_digest(view[low - start : high - start]) for low, high in ranges]
+        return found == [manifest.digests[i] for i in run]
+
     def copy_range(number: int) -> None:
         run, start = runs[number], starts[number]
         with pool.lend_view(sizes[number]) as buffer:
-            read = [reader.read(i, buffer[manifest.chunk_range(i)[0] - start :]) for i in run]
-            is_in_place = all(view.obj is buffer.obj for view in read)  # else a read was given up
-            put(
-                run[0],
-                start,
-                buffer[: sizes[number]] if is_in_place else memoryview(b"".join(read)),
-            )
+            view = buffer[: sizes[number]]
+            if not is_left(run, start, view):
+                read = [reader.read(i, buffer[manifest.chunk_range(i)[0] - start :]) for i in run]
+                if not all(each.obj is buffer.obj for each in read):  # a read was given up
+                    view = memoryview(b"".join(read))
+            writer.write_chunks(run[0], start, view)
         on_bytes(sizes[number])
 
     run_in_threads(threads, copy_range, range(len(runs)))
@@ -304,7 +313,7 @@ def copy(
         there = next(x for x in listings if x.tier == tier)
         if there.error is not None:
             raise there.error
-        _check_alone(reader, listings, checkpoint, tier)
+        check_alone(reader, listings, checkpoint, tier)
         counter = Progress(watch, checkpoint.commit.image_bytes if checkpoint.commit else 0)
         decided = decided_in(listings).of(id, checkpoint.attempt_id)
         with open_writable(config, tier) as store:
@@ -322,8 +331,14 @@ def add_decided(store: StoredTier, decided: Iterable[Decided]) -> tuple[str, ...
     return tuple(f"{entry.word} {entry.tag}".rstrip() for entry in missing)
 
 
-def _check_alone(
-    reader: RunReader, listings: tuple[Listing, ...], checkpoint: KnownCheckpoint, tier: str
+def check_alone(
+    reader: RunReader,
+    listings: tuple[Listing, ...],
+    checkpoint: KnownCheckpoint,
+    tier: str,
+    *,
+    doing: str = "copy",
+    advice: str = "",
 ) -> None:
     """Raise StepError where the trainer of another node, if it is alive, may be writing the same copy now."""
     elsewhere = trained_elsewhere(listings, reader.stores)
@@ -331,8 +346,9 @@ def _check_alone(
     owed = next(c.owed for c in view.checkpoints if c.id == checkpoint.id)
     if elsewhere is not None and tier in owed:
         raise StepError(
-            f"copy: {tier} is owed {checkpoint.id}, and the trainer on {elsewhere.node}, where attempt "
-            f"{elsewhere.number} was started, may be flushing it: run this on {elsewhere.node}; nothing was copied"
+            f"{doing}: {tier} is owed {checkpoint.id}, and the trainer on {elsewhere.node}, where attempt "
+            f"{elsewhere.number} was started, may be flushing it: run this on {elsewhere.node}{advice}; nothing was "
+            "copied"
         )
 
 
@@ -368,11 +384,11 @@ def _copy(
     id, tier, config = checkpoint.id, store.name, reader.config
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     source = _open_whole(checkpoint, held, reader)
-    attempt = _writing_attempt(reader, listings, source.commit.lineage, store)
+    attempt = writing_attempt(reader, listings, source.commit.lineage, store)
     there = next(listing for listing in listings if listing.tier == tier)
     needed = source.commit.stored_bytes - there.unfinished.get(id, 0)
     check_room(config, there, needed, doing="copy to")
-    commit = _write_whole(source, store, config, attempt, counter.add)
+    commit = write_copy(source, store, config, attempt, counter.add)
     after = tuple(store.list() if listing is there else listing for listing in listings)
     return CopyResult(
         id=id,
@@ -382,7 +398,7 @@ def _copy(
         notes=(
             *(f"skipped: {f.what}: {f.reason}" for f in source.images.tally.fallbacks),
             *name_latest(store, checkpoint, newer_on(store.name, checkpoint, merge(listings))),
-            *_retention(config, tier, id, listings, after),
+            *notes_on_retention(config, tier, id, listings, after),
         ),
     )
 
@@ -394,24 +410,29 @@ def _open_whole(checkpoint: KnownCheckpoint, tiers: Sequence[str], reader: RunRe
     return source
 
 
-def _write_whole(
+def write_copy(
     source: Source,
     store: StoredTier,
     config: Config,
     attempt: Attempt,
     on_bytes: Callable[[int], None],
     *,
+    shards: Iterable[Shard] | None = None,
     owed: tuple[CheckpointId, ...] = (),
     repairs: bool = False,
+    check_source: Callable[[], None] = lambda: None,
 ) -> Commit:
-    """Write the images of all ranks, and the commit record; in place of a damaged copy, if it ``repairs`` one: what the
-    tier was ``owed`` is only in its own record."""
+    """Write the images of all ranks, or of ``shards``, and the commit record; in place of a damaged copy, if it
+    ``repairs`` one: what the tier was ``owed`` is only in its own record. ``check_source`` is called before the record
+    is written, and may raise."""
     run, world_size = source.commit.lineage.run, source.commit.world_size
-    shards = [Shard(rank, world_size) for rank in range(world_size)]
+    if shards is None:
+        shards = [Shard(rank, world_size) for rank in range(world_size)]
     limits = lane_limits(store, config)
     files = send(source, store, limits, shards, attempt=attempt, on_bytes=on_bytes, anew=repairs)
     # What another process has left there, and was not continued.
     store.backend.discard_unfinished(keys.step_prefix(run, source.commit.lineage.checkpoint))
+    check_source()
     return commit_copy(source.commit, store, files, attempt=attempt, owed=owed, repairs=repairs)
 
 
@@ -437,7 +458,7 @@ def name_latest(
     return ()
 
 
-def _retention(
+def notes_on_retention(
     config: Config,
     tier: str,
     id: CheckpointId,
@@ -523,10 +544,8 @@ class Repairer:
             store.decided.read()
             source = _open_whole(checkpoint, self._sources(store, checkpoint, copy), self._reader)
             line = source.commit.lineage
-            attempt = _writing_attempt(self._reader, self._listings, line, store)
-            _write_whole(
-                source, store, config, attempt, lambda count: None, owed=owed, repairs=True
-            )
+            attempt = writing_attempt(self._reader, self._listings, line, store)
+            write_copy(source, store, config, attempt, lambda count: None, owed=owed, repairs=True)
         return f"rewritten from {', '.join(source.images.tally.bytes)}"
 
     def _check_ours(
