@@ -20,13 +20,15 @@ from tierfall.run.checkpointer import Checkpointer
 MAX_WAIT_S = 6.0
 
 
-def open_all(folder: Path, ranks: list[Ranks], **disk: Any) -> list[Checkpointer]:
+def open_all(
+    folder: Path, ranks: list[Ranks], chunk: str = "16MiB", **disk: Any
+) -> list[Checkpointer]:
     stored = {"name": "disk", "kind": "file", "path": str(folder / "disk"), "shared": True, **disk}
 
     def open_one(rank: int) -> Checkpointer:
         tiers = [{"name": "host", "kind": "host", "folder": str(folder / "memory")}, stored]
-        config = Config.model_validate({"run": "run", "max_wait": f"{MAX_WAIT_S}s", "tiers": tiers})
-        return Checkpointer(config, ranks=ranks[rank])
+        keys = {"run": "run", "chunk": chunk, "max_wait": f"{MAX_WAIT_S}s", "tiers": tiers}
+        return Checkpointer(Config.model_validate(keys), ranks=ranks[rank])
 
     opened = on_all([lambda r=r: open_one(r) for r in range(len(ranks))])  # type: ignore[misc]
     assert all(isinstance(one, Checkpointer) for one in opened), opened

@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from typer.testing import CliRunner
 
 import tierfall
+from tests.contract.kit import equal
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import close_all, kill_all, restore_all, wait_sealed
 from tests.replica_ranks import (
@@ -27,6 +29,7 @@ from tests.replica_ranks import (
     save_all,
     save_whole,
 )
+from tierfall.cli.app import app
 from tierfall.core.capture import capturer
 from tierfall.core.flush.commits import GroupSeals, TierCommits
 from tierfall.core.ranks.ranks import Ranks
@@ -158,6 +161,63 @@ def test_what_ranks_of_a_node_have_in_memory_comes_back_from_there(
         assert [{source.tier for source in report.sources} for report in reports] == [{"host"}] * 3
         assert_same(fresh, states)
         save_whole(opened, 2, fresh)
+
+
+def uneven(seed: int) -> dict[str, Any]:
+    """Replicas with one tensor that is most of the state, and such as cannot be divided, or hardly."""
+    torch.manual_seed(seed)
+    model = nn.Embedding(3000, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(3000)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    deep = nn.Parameter(torch.randn(2, 20, 100, 300))
+    own = {"deep": deep, "tied": deep, "turned": nn.Parameter(torch.randn(50, 60).t())}
+    scale = nn.Parameter(torch.randn(()))
+    return {"model": model, "optimizer": optimizer, "own": own, "scale": scale}
+
+
+def flat(state: dict[str, Any]) -> list[Any]:
+    modules = [state["model"].state_dict(), state["optimizer"].state_dict()]
+    return [*modules, state["own"], state["scale"]]
+
+
+def test_ranks_write_equally_many_bytes_of_a_state_with_one_large_tensor(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    """Each rank has a part of it then, and it comes back onto any number of ranks, and in other ways."""
+
+    def restore(count: int) -> list[set[str]]:
+        with network(["a"] * count) as again:
+            opened = open_all(tmp_path, again, chunk="64KiB")
+            states = [uneven(2 + rank) for rank in range(count)]
+            reports = restore_all(opened, states)
+            close_all(opened)
+        assert all(equal(flat(state), flat(expected)) for state in states)
+        assert all(state["own"]["tied"] is state["own"]["deep"] for state in states)
+        return [{source.tier for source in report.sources} for report in reports]
+
+    expected = uneven(1)
+    opened = open_all(tmp_path, ranks, chunk="64KiB")
+    for step in (1, 2):
+        save_whole(opened, step, [uneven(1) for _ in ranks])
+    kill_all(opened)
+    folder = tmp_path / "disk" / "run" / "step-00000002-a0001"
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    assert len(sizes) == 3
+    assert max(sizes) - min(sizes) <= max(64 << 10, 0.02 * max(sizes)), sizes
+    assert restore(3) == [{"host"}] * 3
+    shutil.rmtree(tmp_path / "memory")
+    assert restore(3) == restore(2) + restore(1) == [{"disk"}] * 3
+    loaded = tierfall.load(tmp_path / "disk" / "run")
+    assert torch.equal(loaded["own"]["deep"], expected["own"]["deep"])
+    assert loaded["own"]["tied"] is loaded["own"]["deep"]
+    target = tmp_path / "exported.safetensors"
+    words = ["export", "2", "--config", str(tmp_path / "disk"), "--to", str(target)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    with safe_open(target, "pt") as exported:
+        assert torch.equal(exported.get_tensor("own.deep"), expected["own"]["deep"])
+        assert torch.equal(exported.get_tensor("model.weight"), expected["model"].weight)
 
 
 # Replicas that become different after their writers were assigned -----------------------------------

@@ -260,7 +260,7 @@ class ReplicaAssigner:
         is compared."""
         if made.unlike is not None:
             return made.unlike
-        owners = set(map(int, made.assignment.owners))
+        owners = made.assignment.writers
         for rank in owners:
             if rank not in shares or shares[rank].structure != made.tables[rank].structure:
                 return SaveFailure(

@@ -1,9 +1,10 @@
-"""Deduplication of replicas: assigns each replicated tensor to one rank, so that its bytes are written once, and all
-ranks write in parallel.
+"""Deduplication of replicas: assigns each replicated tensor to one rank, or parts of it to several, so that its bytes
+are written once, and all ranks write as many.
 
 Each rank lists potential replicas in a table: parameters and optimizer state, whole or as blocks of DTensors. Buffers,
 random state and values may change at any time and differ between ranks; each rank writes its own. Every entry that
-several ranks list is assigned to the one of them with the fewest bytes to write.
+several ranks list is assigned to the one of them with the fewest bytes to write. If that leaves the ranks unequal,
+large entries are divided: consecutive ranks, which are those of one node, write consecutive parts.
 
 Digests verify that the replicas are equal: of all bytes at the first save of an assignment, of samples and a rotating
 part at later ones (``core.sampling.replicas``). The entries listed by the same ranks form a *group*. A rank sends one
@@ -23,6 +24,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from tierfall.core.image.layout import TensorParts
 from tierfall.core.ranks.messages import Message, Signed, Unsigned
 from tierfall.core.state.item import OnResize
 from tierfall.core.state.view import StateView
@@ -33,6 +35,10 @@ from tierfall.core.types.values import Changes
 
 Keys = Unsigned
 _HASHED_BYTES = 64 << 20
+PART_BYTES = 64 << 10
+"""A tensor is divided between rows that are not longer, or else within one."""
+UNEVEN = 0.02
+"""If a rank writes so much less than one that holds the same tensors, and a chunk less, tensors are divided."""
 
 
 class KeyKind(IntEnum):
@@ -49,26 +55,29 @@ _KEY = np.uint64(~3 & 0xFFFF_FFFF_FFFF_FFFF)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaTable(Message):
-    """What one rank saves: ``keys`` and ``sizes`` (bytes) of potential replicas, and ``own_bytes`` that no other rank
-    can write. ``structure`` identifies the structure of the state."""
+    """What one rank saves: ``keys`` and ``sizes`` (bytes) of potential replicas, the lengths of which their parts are
+    multiples (``units``; 0: not to be divided), and ``own_bytes`` that no other rank can write. ``structure``
+    identifies the structure of the state, ``chunk_bytes`` are as configured."""
 
     structure: str
     own_bytes: int
+    chunk_bytes: int
     keys: Keys
     sizes: Keys
+    units: Keys
 
 
 class ReplicatedTensors:
     """The potential replicas of a view, in the order of its table."""
 
-    def __init__(self, view: StateView, structure: str) -> None:
+    def __init__(self, view: StateView, structure: str, chunk_bytes: int) -> None:
         """Entries with the rules PER_RANK and DROP are not shared; states of one ``structure`` with other such rules
         get tables of different structures. Keys include memory layout and device type: samples of other layouts are not
         of the same bytes."""
         per_rank = [name for name, rule in view.rules.items() if rule in _OF_ONE_RANK]
         self.view = view
         self.numbers: list[int] = []
-        keys, sizes, own_bytes = [], [], 0
+        keys, sizes, units, own_bytes = [], [], [], 0
         for number, name in enumerate(view.names):
             dtype, shape = view.dtypes[number], view.shapes[number]
             size = dtypes.byte_count(dtype, shape)
@@ -86,22 +95,32 @@ class ReplicatedTensors:
             self.numbers.append(number)
             keys.append(xxhash.xxh3_64_intdigest(identity.encode("utf-8", "surrogatepass")) & ~3)
             sizes.append(size)
+            is_whole = not view.plain[number] or view.sources[number].is_quantized
+            units.append(0 if is_whole else _unit(dtype.itemsize, shape))
         column = np.array(keys, dtype=np.uint64)
         self.table = ReplicaTable(
             structure=f"{structure}-{xxhash.xxh3_128_hexdigest(column.tobytes())}",
             own_bytes=own_bytes,
+            chunk_bytes=chunk_bytes,
             keys=column,
             sizes=np.array(sizes, dtype=np.uint64),
+            units=np.array(units, dtype=np.uint64),
         )
 
-    def written_by_others(self, assignment: ReplicaAssignment, rank: int) -> dict[int, int]:
-        """The tensors that other ranks write: number in the view to rank."""
+    def written_by_others(
+        self, assignment: ReplicaAssignment, rank: int
+    ) -> dict[int, int | TensorParts]:
+        """The tensors that other ranks write, or parts of them, by number in the view."""
         owners = assignment.owners_of(self.table.keys)
-        return {
-            number: int(owner)
-            for number, owner in zip(self.numbers, owners, strict=True)
-            if owner not in (NOBODY, rank)
-        }
+        divided = assignment.parts()
+        found: dict[int, int | TensorParts] = {}
+        for number, key, owner in zip(self.numbers, self.table.keys, owners, strict=True):
+            if parts := divided.get(int(key)):
+                own = next((n for n, (writer, _) in enumerate(parts) if writer == rank), None)
+                found[number] = TensorParts(parts=parts, own=own)
+            elif owner not in (NOBODY, rank):
+                found[number] = int(owner)
+        return found
 
     def names(self) -> dict[int, str]:
         """The names of all entries by key."""
@@ -127,15 +146,32 @@ NOBODY = -1
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicaAssignment(Message):
     """Which rank writes each replica: ascending ``keys``, the writing ranks (``owners``) and group numbers
-    (``groups``). ``id`` is a digest of all ranks' tables. ``entries`` and ``bytes`` are maxima over the ranks of what
-    each shares; all ranks derive the length of a rotation from them."""
+    (``groups``). Of each divided one, key, rank and end of each part, in order (``part_keys``, ``part_owners``,
+    ``part_ends``); its owner is the first of these. ``id`` is a digest of all ranks' tables. ``entries`` and ``bytes``
+    are maxima over the ranks of what each shares; all ranks derive the length of a rotation from them."""
 
     id: str
     keys: Keys
     owners: Signed
     groups: Signed
+    part_keys: Keys
+    part_owners: Signed
+    part_ends: Signed
     entries: int
     bytes: int
+
+    @property
+    def writers(self) -> set[int]:
+        """The ranks that write something for others."""
+        return {*map(int, self.owners), *map(int, self.part_owners)}
+
+    def parts(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Rank and end of each part of the divided tensors, by key."""
+        rows = zip(self.part_keys, self.part_owners, self.part_ends, strict=True)
+        found: dict[int, tuple[tuple[int, int], ...]] = {}
+        for key, owner, end in rows:
+            found[int(key)] = (*found.get(int(key), ()), (int(owner), int(end)))
+        return found
 
     def owners_of(self, keys: Keys) -> NDArray[np.int64]:
         """For each key, the rank that writes it for several ranks, or NOBODY."""
@@ -161,42 +197,106 @@ class ReplicaAssignment(Message):
             keys=none.astype(np.uint64),
             owners=none,
             groups=none,
+            part_keys=none.astype(np.uint64),
+            part_owners=none,
+            part_ends=none,
             entries=0,
             bytes=0,
         )
 
 
 def assign_writers(tables: Sequence[ReplicaTable]) -> ReplicaAssignment:
-    """Assign replicas in order of size, the largest first, each to the rank with the fewest bytes to write so far."""
+    """Assign replicas in order of size, the largest first, each to the rank with the fewest bytes to write so far. If
+    the ranks are too unequal then, divide them."""
     keys, sizes, ranks = _columns(
         [table.keys for table in tables], [table.sizes for table in tables]
     )
+    units = _columns([table.keys for table in tables], [table.units for table in tables])[1]
     unique, first, counts = np.unique(keys, return_index=True, return_counts=True)
     load = np.array([table.own_bytes for table in tables], dtype=np.int64)
     single = first[counts == 1]
     np.add.at(load, ranks[single], sizes[single].astype(np.int64))
+    unshared = load.copy()
     several = np.flatnonzero(counts > 1)
     owners = np.full(len(unique), NOBODY, dtype=np.int64)
     groups = np.full(len(unique), NOBODY, dtype=np.int64)
-    numbers: dict[bytes, int] = {}
+    members: dict[bytes, list[int]] = {}
     for entry in several[np.argsort(sizes[first[several]], kind="stable")[::-1]]:
         holders = ranks[first[entry] : first[entry] + counts[entry]]
         owner = holders[np.argmin(load[holders])]
         owners[entry] = owner
-        groups[entry] = numbers.setdefault(holders.tobytes(), len(numbers))
+        members.setdefault(holders.tobytes(), []).append(int(entry))
         load[owner] += int(sizes[first[entry]])
+    for number, entries in enumerate(members.values()):
+        groups[entries] = number
+    parts: list[tuple[int, int, int]] = []
+    chunk_bytes = max(table.chunk_bytes for table in tables)
+    loads = (load[np.frombuffer(group, dtype=ranks.dtype)] for group in members)
+    if any(np.ptp(each) > max(each.max() * UNEVEN, chunk_bytes) for each in loads):
+        of_entry = sizes[first].astype(np.int64), units[first].astype(np.int64)
+        for group, entries in sorted(members.items(), key=lambda each: len(each[0])):
+            those = np.frombuffer(group, dtype=ranks.dtype)
+            parts += _divide(those, entries, unshared, owners, *of_entry)
+    parts.sort()
     id_hash = xxhash.xxh3_128()
     for table in tables:
-        id_hash.update(table.structure.encode() + table.keys.tobytes() + table.sizes.tobytes())
+        columns = (table.keys, table.sizes, table.units)
+        id_hash.update(table.structure.encode() + b"".join(each.tobytes() for each in columns))
     shared = [np.isin(table.keys, unique[several]) for table in tables]
     return ReplicaAssignment(
         id=id_hash.hexdigest(),
         keys=unique[several],
         owners=owners[several],
         groups=groups[several],
+        part_keys=np.array([unique[entry] for entry, _, _ in parts], dtype=np.uint64),
+        part_owners=np.array([owner for _, _, owner in parts], dtype=np.int64),
+        part_ends=np.array([end for _, end, _ in parts], dtype=np.int64),
         entries=max(int(mask.sum()) for mask in shared),
         bytes=max(int(table.sizes[mask].sum()) for table, mask in zip(tables, shared, strict=True)),
     )
+
+
+def _divide(
+    holders: NDArray[np.int64],
+    entries: Sequence[int],
+    load: NDArray[np.int64],
+    owners: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    units: NDArray[np.int64],
+) -> list[tuple[int, int, int]]:
+    """Assign the entries that the same ranks hold again, so that these write equally many bytes: one entry after the
+    other goes to one rank after the other, and is divided at the end of a rank's share. First go those that cannot be.
+
+    Sets ``owners``, adds to the ``load`` of the ranks, and returns entry, end and rank of each part of divided entries.
+    """
+    divisible = np.array([entry for entry in entries if units[entry]], dtype=np.int64)
+    for entry in entries:
+        if not units[entry]:
+            owner = owners[entry] = holders[np.argmin(load[holders])]
+            load[owner] += sizes[entry]
+    ends = np.cumsum(sizes[divisible])
+    shares = np.cumsum(_shares(load[holders], int(ends[-1]) if len(ends) else 0))
+    found: list[tuple[int, int, int]] = []
+    for entry, end in zip(divisible, ends, strict=True):
+        start, unit = end - sizes[entry], units[entry]
+        wanted = np.rint(np.clip((shares - start) / unit, 0, sizes[entry] // unit)).astype(np.int64)
+        wanted[-1] = sizes[entry] // unit
+        at = np.diff(wanted * unit, prepend=0)
+        writing = np.flatnonzero(at)
+        owners[entry] = holders[writing[0]]
+        load[holders] += at
+        if len(writing) > 1:
+            found += [(int(entry), int(wanted[n] * unit), int(holders[n])) for n in writing]
+    return found
+
+
+def _shares(load: NDArray[np.int64], total: int) -> NDArray[np.float64]:
+    """How many of ``total`` bytes each rank is to write, so that those that write any have written equally many."""
+    low = np.sort(load)
+    levels = (total + np.cumsum(low)) / np.arange(1, len(low) + 1)
+    level = levels[np.flatnonzero(levels >= low)[-1]]
+    shares: NDArray[np.float64] = np.maximum(level - load, 0.0)
+    return shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -288,6 +388,15 @@ def _columns(keys: Sequence[Keys], values: Sequence[Keys]) -> tuple[Keys, Keys, 
     all_keys, all_values = np.concatenate(keys), np.concatenate(values)
     order = np.argsort(all_keys, kind="stable")
     return all_keys[order], all_values[order], ranks[order]
+
+
+def _unit(size: int, shape: Sequence[int]) -> int:
+    """The length of the longest rows, of ``size`` bytes an element, between which a tensor is divided."""
+    for length in reversed(shape):
+        if size * length > PART_BYTES:
+            break
+        size *= length
+    return size
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -18,11 +18,13 @@ import torch
 from tierfall.core.format.documents import FORMAT, JsonFields, refuse_constant
 from tierfall.core.format.records import HEADER_BYTES_MAX
 from tierfall.core.image.layout import (
+    DIVIDED,
     ELSEWHERE,
     LAYOUT_MEMBER,
     LENGTH_BYTES,
     VALUES_MEMBER,
     WRAPPERS,
+    part_name,
     table_digest,
 )
 from tierfall.core.image.tree import (
@@ -45,15 +47,21 @@ from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
 # The limit of a header's content, plus what rounding up adds.
 _LENGTH_MAX = HEADER_BYTES_MAX + (1 << 20)
-_REQUIRED: tuple[list[str], ...] = ([], [ELSEWHERE], [WRAPPERS], [ELSEWHERE, WRAPPERS])
+_REQUIRED: tuple[list[str], ...] = tuple(
+    others + wrappers
+    for others in ([], [ELSEWHERE], [ELSEWHERE, DIVIDED])
+    for wrappers in ([], [WRAPPERS])
+)
 _QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of an image: its real dtype and shape, and its byte range relative to the start of the data. ``piece``:
-    it is a block of a sharded tensor. ``strides``: it was dense in memory but not contiguous. ``written_by``: its bytes
-    are in that rank's image, and its range here is a virtual one behind the end of the data."""
+    it is a block of a sharded tensor. ``strides``: it was dense in memory but not contiguous.
+
+    ``written_by``: its bytes are in that rank's image. ``parts``: they are divided, ``(rank, end)`` of each consecutive
+    byte range. In both cases its range here is a virtual one behind the end of the data."""
 
     name: str
     dtype: torch.dtype
@@ -63,10 +71,23 @@ class StoredTensor:
     piece: TensorPiece | None = None
     written_by: int | None = None
     strides: tuple[int, ...] | None = None
+    parts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The ranks in whose images its bytes are; none if they are in this one."""
+        if self.written_by is not None:
+            return (self.written_by,)
+        return tuple(rank for rank, _ in self.parts)
 
     @property
     def length(self) -> int:
         return self.end - self.start
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is equal in the image that has a tensor's bytes."""
+        return self.dtype, self.piece, self.shape
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -100,13 +121,20 @@ class ImageHeader:
 
     @property
     def written_by_others(self) -> tuple[StoredTensor, ...]:
-        """The tensors that other ranks write, in order."""
-        return tuple(stored for stored in self.tensors if stored.written_by is not None)
+        """The tensors that other ranks write, or a part of them, in order."""
+        return tuple(stored for stored in self.tensors if stored.writers)
 
     @property
     def writers(self) -> frozenset[int]:
         """The ranks that write the tensors of ``written_by_others``."""
-        return frozenset(t.written_by for t in self.tensors if t.written_by is not None)
+        return frozenset(rank for stored in self.tensors for rank in stored.writers)
+
+    @property
+    def own_parts(self) -> frozenset[int]:
+        """The positions of this image's parts of divided tensors, to which the tree does not refer."""
+        divided = [stored for stored in self.tensors if stored.parts]
+        names = {part_name(stored.name, n) for stored in divided for n in range(len(stored.parts))}
+        return frozenset(at for at, t in enumerate(self.tensors) if names and t.name in names)
 
 
 def read_header(
@@ -161,12 +189,7 @@ def _read(
     tree = reader.read(static.get("tree"))
     if not isinstance(tree, MapNode):
         raise ValueError("the tree is not a mapping")
-    if len(reader.used_positions) != len(tensors) or len(reader.used_values) != len(values):
-        raise ValueError("the tree leaves out tensors or values")
-    check = _ValueCheck(tensors, values)
-    check.tree(tree)
-    check.groups(reader.groups)
-    return ImageHeader(
+    header = ImageHeader(
         what=what,
         data_start=data_start,
         data_bytes=image_bytes - data_start,
@@ -176,6 +199,13 @@ def _read(
         types=types,
         complete=not reader.in_pieces,
     )
+    used = reader.used_positions | header.own_parts
+    if len(used) != len(tensors) or len(reader.used_values) != len(values):
+        raise ValueError("the tree leaves out tensors or values")
+    check = _ValueCheck(tensors, values)
+    check.tree(tree)
+    check.groups(reader.groups)
+    return header
 
 
 def _data_start(data: bytes | bytearray | memoryview, image_bytes: int) -> int:
@@ -258,16 +288,35 @@ def _written_by_others(
     allocating."""
     found, names = [], {stored.name for stored in tensors}
     for entry in entries:
-        name, dtype_name, shape, rank = _row(entry, "elsewhere", 4)
+        name, dtype_name, shape, by = _row(entry, "elsewhere", 4)
         dtype = dtypes.from_name(dtype_name) if isinstance(dtype_name, str) else None
         if not isinstance(name, str) or name in names:
             raise ValueError("elsewhere lists a tensor without a name, or twice")
-        if dtype is None or not dtypes.is_shape(shape) or type(rank) is not int or rank < 0:
-            raise ValueError(f"tensor {name!r} of another rank has no valid dtype, shape or rank")
+        if dtype is None or not dtypes.is_shape(shape):
+            raise ValueError(f"tensor {name!r} of another rank has no valid dtype or shape")
         start, end = end, end + dtypes.byte_count(dtype, shape)
         names.add(name)
-        found.append(StoredTensor(name, dtype, tuple(shape), start, end, written_by=rank))
+        stored = StoredTensor(name, dtype, tuple(shape), start, end)
+        if isinstance(by, list):
+            found.append(replace(stored, parts=_parts(stored, by)))
+        elif type(by) is int and by >= 0:
+            found.append(replace(stored, written_by=by))
+        else:
+            raise ValueError(f"tensor {name!r} of another rank has no valid rank")
     return tuple(found)
+
+
+def _parts(stored: StoredTensor, entries: list[Any]) -> tuple[tuple[int, int], ...]:
+    """Parse the parts of a divided tensor: together they are all of it, each of whole elements."""
+    parts = tuple(tuple(_row(entry, "elsewhere", 2)) for entry in entries)
+    if any(type(rank) is not int or type(end) is not int or rank < 0 for rank, end in parts):
+        raise ValueError(f"tensor {stored.name!r} has a part without a rank or an end")
+    ends = [end for _, end in parts]
+    if ends != sorted({*ends}) or not ends or ends[0] <= 0 or ends[-1] != stored.length:
+        raise ValueError(f"tensor {stored.name!r} is not the sum of its parts")
+    if stored.is_quantized or any(end % stored.dtype.itemsize for end in ends):
+        raise ValueError(f"tensor {stored.name!r} is divided within an element")
+    return parts
 
 
 def _with_pieces(tensors: tuple[StoredTensor, ...], entries: list[Any]) -> tuple[StoredTensor, ...]:

@@ -12,6 +12,7 @@ a list of their own (``elsewhere``) continues the numbering of tensors.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ LAYOUT_MEMBER = "tierfall"
 VALUES_MEMBER = "tierfall.values"
 ELSEWHERE = "elsewhere"
 """The member that lists what other ranks write; also its name in ``requires``, as a reader must support it."""
+DIVIDED = "divided"
+"""In ``requires`` of an image that lists tensors of which several ranks write a part each."""
 WRAPPERS = "wrappers"
 """In ``requires`` of an image whose tree has wrappers."""
 
@@ -41,7 +44,8 @@ WRAPPERS = "wrappers"
 class Placement:
     """One tensor's byte range, relative to the start of the data, and its safetensors dtype and shape.
 
-    ``index`` is its index in ``StateView.sources``.
+    ``index`` is its index in ``StateView.sources``. ``lengths`` is its true shape. ``part``: only this byte range of it
+    is in the image, as a tensor of one dimension.
     """
 
     index: int
@@ -50,6 +54,26 @@ class Placement:
     end: int
     dtype: str
     shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+    part: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParts:
+    """The consecutive byte ranges into which a tensor is divided: ``(rank, end)`` of each, and which of them this rank
+    writes."""
+
+    parts: tuple[tuple[int, int], ...]
+    own: int | None = None
+
+
+Elsewhere = Mapping[int, int | TensorParts]
+"""The tensors that this rank does not write, or not whole, by number in the view: the rank that does, or the parts."""
+
+
+def part_name(name: str, number: int) -> str:
+    """Return the name, in the image that has it, of a part of a divided tensor."""
+    return f"{name}%d{number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +85,7 @@ class Layout:
     placements: tuple[Placement, ...]
     data_start: int
     data_bytes: int
-    written_by_others: Mapping[int, int] = field(repr=False)
+    written_by_others: Elsewhere = field(repr=False)
     pieces: Spliced = field(repr=False)
     _key: tuple[Any, ...] = field(repr=False)
     _before_values: bytes = field(repr=False)
@@ -104,11 +128,8 @@ class Layout:
         )
 
 
-def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> Layout:
-    """Plan the image of a view; CaptureError if its header or data would exceed the limits of an image.
-
-    ``elsewhere`` maps tensors that another rank writes, by number in the view, to that rank.
-    """
+def plan_layout(view: StateView, elsewhere: Elsewhere | None = None) -> Layout:
+    """Plan the image of a view; CaptureError if its header or data would exceed the limits of an image."""
     elsewhere = elsewhere or {}
     placements = _place(view, elsewhere)
     position_of = [0] * len(view.names)
@@ -116,7 +137,11 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
         [*(placement.index for placement in placements), *sorted(elsewhere)]
     ):
         position_of[index] = position
-    required = {ELSEWHERE: bool(elsewhere), WRAPPERS: _has_wrapper(view.tree)}
+    required = {
+        ELSEWHERE: bool(elsewhere),
+        DIVIDED: any(isinstance(by, TensorParts) for by in elsewhere.values()),
+        WRAPPERS: _has_wrapper(view.tree),
+    }
     static = {
         "format": FORMAT,
         "requires": [name for name, is_required in required.items() if is_required],
@@ -170,14 +195,22 @@ def _check_sizes(header_bytes: int, image_bytes: int) -> None:
         )
 
 
-def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Placement, ...]:
-    names = view.names
+def _place(view: StateView, elsewhere: Elsewhere) -> tuple[Placement, ...]:
+    names = [*view.names]
     sizes = [dtype.itemsize for dtype in view.dtypes]
-    own = [index for index in range(len(names)) if index not in elsewhere]
+    parts: dict[int, tuple[int, int]] = {}
+    for index, by in elsewhere.items():
+        if isinstance(by, TensorParts) and by.own is not None:
+            names[index] = part_name(names[index], by.own)
+            start = by.parts[by.own - 1][1] if by.own else 0
+            parts[index] = start, by.parts[by.own][1]
+    own = [index for index in range(len(names)) if index not in elsewhere or index in parts]
     order = sorted(own, key=lambda i: (-sizes[i], names[i]))
     placements, end = [], 0
     for index in order:
         dtype, shape = view.dtypes[index], tuple(view.shapes[index])
+        if part := parts.get(index):
+            shape = ((part[1] - part[0]) // dtype.itemsize,)
         start, end = end, end + dtypes.byte_count(dtype, shape)
         code = dtypes.code_of(dtype)
         placements.append(
@@ -188,6 +221,8 @@ def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Placement, ..
                 end=end,
                 dtype=code or dtypes.RAW_CODE,
                 shape=shape if code else (end - start,),
+                lengths=shape,
+                part=part,
             )
         )
     return tuple(placements)
@@ -196,7 +231,7 @@ def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Placement, ..
 def _true_dtypes(view: StateView, placements: Sequence[Placement]) -> list[Coded]:
     """Position, dtype and shape of tensors that are stored as U8 for lack of a safetensors dtype."""
     return [
-        [position, dtypes.name_of(view.dtypes[placement.index]), list(view.shapes[placement.index])]
+        [position, dtypes.name_of(view.dtypes[placement.index]), list(placement.lengths)]
         for position, placement in enumerate(placements)
         if dtypes.code_of(view.dtypes[placement.index]) is None
     ]
@@ -220,11 +255,16 @@ def _sharded(view: StateView, position_of: Sequence[int]) -> list[Coded]:
     ]
 
 
-def _written_by_others(view: StateView, elsewhere: Mapping[int, int]) -> list[Coded]:
-    """Name, dtype, shape and rank of tensors that another rank writes."""
+def _written_by_others(view: StateView, elsewhere: Elsewhere) -> list[Coded]:
+    """Name, dtype, shape and rank of tensors that another rank writes; of divided ones rank and end of each part."""
     return [
-        [view.names[i], dtypes.name_of(view.dtypes[i]), list(view.shapes[i]), elsewhere[i]]
-        for i in sorted(elsewhere)
+        [
+            view.names[i],
+            dtypes.name_of(view.dtypes[i]),
+            list(view.shapes[i]),
+            [[*part] for part in by.parts] if isinstance(by, TensorParts) else by,
+        ]
+        for i, by in sorted(elsewhere.items())
     ]
 
 
@@ -238,12 +278,16 @@ def _table_entry(placement: Placement) -> bytes:
 
 
 def _pieces(view: StateView, placements: Sequence[Placement]) -> Spliced:
-    """One entry per tensor: the whole tensor, or this rank's block."""
+    """One entry per tensor: the whole tensor, this rank's block, or a part of its elements."""
     entries = []
     for placement in placements:
-        lengths = tuple(view.shapes[placement.index])
-        whole = TensorPiece(lengths, (0,) * len(lengths), lengths)
-        piece = view.block_positions[placement.index] or whole
+        lengths, index = placement.lengths, placement.index
+        if placement.part is None:
+            whole = TensorPiece(lengths, (0,) * len(lengths), lengths)
+            piece = view.block_positions[index] or whole
+        else:
+            first = placement.part[0] // view.dtypes[index].itemsize
+            piece = TensorPiece((math.prod(view.shapes[index]),), (first,), lengths)
         entries.append(
             {
                 "name": placement.name,

@@ -10,11 +10,13 @@ A rank's image may have several blocks of one tensor. They count as those of oth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
+from tierfall.core.image.layout import part_name
 from tierfall.core.image.tree import (
     ConflictNode,
     KeptNode,
@@ -58,11 +60,77 @@ class TensorBlock:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedHeader:
     """``header`` describes whole tensors with virtual byte ranges. ``blocks`` has the blocks of each tensor, by
-    position. ``replicas``, by position, has further blocks whose bytes must be equal for the merge to be right."""
+    position. ``replicas``, by position, has further copies whose bytes must be equal for the merge to be right."""
 
     header: ImageHeader
     blocks: Sequence[tuple[TensorBlock, ...]]
-    replicas: Mapping[int, tuple[TensorBlock, ...]]
+    replicas: Mapping[int, tuple[tuple[TensorBlock, ...], ...]]
+
+
+Tables = Mapping[int, Mapping[str, StoredTensor]]
+"""The tensors of ranks' images, by name."""
+
+
+def table_of(header: ImageHeader) -> dict[str, StoredTensor]:
+    """Return the tensors whose bytes are in an image, by name."""
+    return {stored.name: stored for stored in header.tensors if not stored.writers}
+
+
+def find_blocks(
+    stored: StoredTensor, rank: int, tables: Tables, offset: tuple[int, ...]
+) -> tuple[TensorBlock, ...]:
+    """Return the blocks of a tensor of the image of ``rank``, which begins at ``offset``: in that image, or in those of
+    the ranks that write it.
+
+    Raises IntegrityError if one of these does not have it: no memory is allocated for a tensor that is only claimed.
+    """
+    found, start, size = [], 0, stored.dtype.itemsize
+    whole = ((stored.writers or (rank,))[0], stored.length)
+    for number, (writer, end) in enumerate(stored.parts or (whole,)):
+        expected, inside = stored, [((0,) * len(stored.shape), stored.shape)]
+        if stored.parts:
+            name, shape = part_name(stored.name, number), ((end - start) // size,)
+            expected = StoredTensor(name, stored.dtype, shape, start, end)
+            inside = [*boxes(stored.shape, start // size, end // size)]
+        there = tables.get(writer, {}).get(expected.name) if stored.writers else stored
+        if there is None or there.kind != expected.kind:
+            raise IntegrityError(
+                f"{stored.name} is not there: rank {writer} was to write it for rank {rank}"
+            )
+        start, at = end, there.start
+        for low, lengths in inside:
+            block = TensorBlock(
+                rank=writer,
+                start=at,
+                end=at + byte_count(stored.dtype, lengths),
+                offset=tuple(map(operator.add, offset, low)),
+                lengths=lengths,
+            )
+            found.append(block)
+            at = block.end
+    return tuple(found)
+
+
+def boxes(
+    shape: Sequence[int], start: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the blocks, each as offset and lengths, that the elements ``start`` to ``end`` of a tensor consist of, in
+    their order: whole rows, and of the first and the last row what is in them."""
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    while start < end:
+        first, inside = divmod(start, row)
+        rows = 0 if inside else (end - start) // row
+        if rows:
+            yield (first, *(0 for _ in shape[1:])), (rows, *shape[1:])
+            start += rows * row
+            continue
+        stop = min(row, inside + end - start)
+        for offset, lengths in boxes(shape[1:], inside, stop):
+            yield (first, *offset), (1, *lengths)
+        start += stop - inside
 
 
 def merge_headers(
@@ -78,15 +146,13 @@ def merge_headers(
     return _Merger(headers, own, rank, (rules or {}) if own is None else {}).merge(what)
 
 
-def _tensors_of(header: ImageHeader) -> Sequence[StoredTensor]:
-    """The tensors of a header. All blocks of one tensor have the name of the first."""
-    if header.complete:
-        return header.tensors
-    found = [*header.tensors]
-    for node in walk(header.tree):
+def _names_of(header: ImageHeader) -> Sequence[str]:
+    """The names of a header's tensors. All blocks of one tensor have the name of the first."""
+    found = [stored.name for stored in header.tensors]
+    for node in () if header.complete else walk(header.tree):
         if isinstance(node, PiecesNode):
             for position in node.positions[1:]:
-                found[position] = replace(found[position], name=found[node.positions[0]].name)
+                found[position] = found[node.positions[0]]
     return found
 
 
@@ -113,15 +179,19 @@ class _Merger:
         self._source_rank: dict[int, int] = {}
         self._own = NOBODY if own is None else own
         self._positions: dict[str, int] = {}
-        self._tensors = {rank: _tensors_of(header) for rank, header in headers.items()}
+        self._names = {rank: _names_of(header) for rank, header in headers.items()}
+        self._tables = {rank: table_of(header) for rank, header in headers.items()}
         self._holders: list[dict[int, list[StoredTensor]]] = []
         """By position, each rank's blocks of a tensor."""
         self._values: list[Coded] = []
 
     def merge(self, what: str) -> MergedHeader:
-        for rank, tensors in self._tensors.items():
-            for stored in tensors:
-                position = self._positions.setdefault(stored.name, len(self._positions))
+        for rank, names in self._names.items():
+            header, own_parts = self._headers[rank], self._headers[rank].own_parts
+            for at, (name, stored) in enumerate(zip(names, header.tensors, strict=True)):
+                if at in own_parts:
+                    continue
+                position = self._positions.setdefault(name, len(self._positions))
                 if position == len(self._holders):
                     self._holders.append({})
                 self._holders[position].setdefault(rank, []).append(stored)
@@ -155,8 +225,8 @@ class _Merger:
 
     def _whole(
         self, holders: Mapping[int, Sequence[StoredTensor]], start: int
-    ) -> tuple[StoredTensor, tuple[TensorBlock, ...], tuple[TensorBlock, ...]]:
-        """A whole tensor, the blocks to read, and further blocks that must equal one of those."""
+    ) -> tuple[StoredTensor, tuple[TensorBlock, ...], tuple[tuple[TensorBlock, ...], ...]]:
+        """A whole tensor, the blocks to read, and further copies that must equal them."""
         own = holders.get(self._own, ())
         first = own[0] if own else next(iter(holders.values()))[0]
         shape = first.whole_shape
@@ -168,29 +238,35 @@ class _Merger:
             start + byte_count(first.dtype, shape),
             strides=first.strides if first.piece is None else None,
         )
-        found: dict[tuple[Any, Any], list[TensorBlock]] = {}
+        found: dict[tuple[Any, Any], dict[tuple[TensorBlock, ...], None]] = {}
+        preferred: list[tuple[TensorBlock, ...]] = []
+        known: dict[Any, tuple[TensorBlock, ...]] = {}
         for rank, stored in _blocks_of(holders):
             offset = (0,) * len(shape) if stored.piece is None else stored.piece.offset
-            if stored.written_by is None and (stored.length or not whole.length):
-                block = TensorBlock(
-                    rank=rank,
-                    start=stored.start,
-                    end=stored.end,
-                    offset=offset,
-                    lengths=stored.shape,
+            if stored.length or not whole.length:
+                key = (
+                    stored.name,
+                    stored.dtype,
+                    offset,
+                    stored.shape,
+                    stored.writers,
+                    stored.parts,
                 )
-                found.setdefault((offset, stored.shape), []).append(block)
-        # The copy of the rank with precedence, or of the rank that writes it for that one; else any.
-        preferred = (self._own, *(stored.written_by for stored in own))
-        chosen = tuple(
-            next((block for block in copies if block.rank in preferred), copies[0])
+                copy = known.get(key) or find_blocks(stored, rank, self._tables, offset)
+                known |= {key: copy} if stored.writers else {}
+                found.setdefault((offset, stored.shape), {})[copy] = None
+                preferred += [copy] if rank == self._own else []
+        # The copy of the rank with precedence, wherever that is written; else any.
+        chosen = [
+            next((copy for copy in copies if copy in preferred), next(iter(copies)))
             for copies in found.values()
-        )
+        ]
+        blocks = tuple(block for copy in chosen for block in copy)
         # No comparison: torch guarantees a DTensor's replicas, ``own`` has precedence, other shapes are a conflict.
         if first.piece is not None or self._own in holders or len(found) != 1:
-            return whole, chosen, ()
+            return whole, blocks, ()
         (copies,) = found.values()
-        return whole, chosen, tuple(block for block in copies if block not in chosen)
+        return whole, blocks, tuple(copy for copy in copies if copy not in chosen)
 
     def _holders_of(self, position: int) -> Mapping[int, Sequence[StoredTensor]]:
         """The ranks that have a tensor. Of an unsharded one, only the rank with precedence, and its writer."""
@@ -201,12 +277,12 @@ class _Merger:
             source = self._own
         if source is None:
             return holders
-        ranks = (source, *(stored.written_by for stored in holders[source]))
+        ranks = (source, *(writer for stored in holders[source] for writer in stored.writers))
         return {rank: holders[rank] for rank in ranks if rank in holders}
 
     def _position(self, positions: Mapping[int, int]) -> int:
         """The merged position of one tensor, from its position on each rank."""
-        names = {self._tensors[rank][position].name for rank, position in positions.items()}
+        names = {self._names[rank][position] for rank, position in positions.items()}
         if len(names) > 1:
             raise _Conflict(f"is tied to other tensors on some ranks: {', '.join(sorted(names))}")
         position = self._positions[names.pop()]
@@ -217,15 +293,7 @@ class _Merger:
         found = _blocks_of(holders)
         first_rank, first = found[0]
         whole = first.whole_shape
-        written = {(s.piece, s.shape, s.dtype) for _, s in found if s.written_by is None}
         for rank, stored in found:
-            if (
-                stored.written_by is not None
-                and (stored.piece, stored.shape, stored.dtype) not in written
-            ):
-                raise IntegrityError(
-                    f"{stored.name} is missing: rank {stored.written_by} was to write it for rank {rank}"
-                )
             shape = stored.whole_shape
             is_sharded = (stored.piece is None) != (first.piece is None)
             if is_sharded or shape != whole or stored.dtype is not first.dtype:
@@ -268,7 +336,7 @@ class _Merger:
         if rule is OnResize.DROP or rank not in nodes:
             return KeptNode()
         for position in positions_of(nodes[rank]):
-            self._source_rank[self._positions[self._tensors[rank][position].name]] = rank
+            self._source_rank[self._positions[self._names[rank][position]]] = rank
         rules, self._rules = self._rules, {}
         try:
             return self._node({rank: nodes[rank]}, "")

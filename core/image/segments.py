@@ -126,7 +126,8 @@ class Segmentation:
             if start == end:
                 continue
             place = self._place(index)
-            for piece in self._pieces(index, start, end, plain=view.plain[index]):
+            first = placement.part[0] if placement.part else 0
+            for piece in self._pieces(index, start, end, first, plain=view.plain[index]):
                 size, batch = piece.end - piece.start, (lazy[index], place)
                 if batched.get(batch, 0) + size > BATCH_BYTES and batch in batches:
                     kinds[batch[0]].append(Segment(batches.pop(batch)))
@@ -138,14 +139,17 @@ class Segmentation:
         for segments in kinds.values():
             segments.sort(key=lambda segment: segment[0].start)
 
-    def _pieces(self, index: int, start: int, end: int, *, plain: bool) -> list[SegmentPart]:
+    def _pieces(
+        self, index: int, start: int, end: int, first: int, *, plain: bool
+    ) -> list[SegmentPart]:
         if not plain:
             return [SegmentPart(index, start, end, 0, self._place(index))]
         pieces = []
         at = start
         while at < end:
             stop = min(end, (at // self.chunk_bytes + 1) * self.chunk_bytes, at + SEGMENT_BYTES)
-            pieces.append(SegmentPart(index, at, stop, at - start, self._place(index)))
+            place = self._place(index)
+            pieces.append(SegmentPart(index, at, stop, first + at - start, place))
             at = stop
         return pieces
 

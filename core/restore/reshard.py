@@ -21,7 +21,13 @@ import torch
 from tierfall.core.copies.checkpoint_reader import PASSABLE, CheckpointReader
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader, StoredTensor
-from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
+from tierfall.core.image.merge import (
+    MergedHeader,
+    TensorBlock,
+    find_blocks,
+    merge_headers,
+    table_of,
+)
 from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.load.match import SharedMemory
 from tierfall.core.load.plan import ReadPlan
@@ -126,7 +132,8 @@ def plan_reads(
     compared = {
         block.rank
         for position, others in merged.replicas.items()
-        for block in (*merged.blocks[position], *others)
+        for copy in (merged.blocks[position], *others)
+        for block in copy
     }
     manifests = parts.manifests(compared)
     reads = BlockReads(merged, targets, same=_known_equal(merged, manifests))
@@ -140,14 +147,15 @@ def plan_reads(
 
 def _known_equal(
     merged: MergedHeader, manifests: Mapping[int, Manifest]
-) -> Iterable[tuple[TensorBlock, TensorBlock]]:
+) -> Iterable[tuple[TensorBlock, ...]]:
     """Yield replicas at the same position of images whose chunks there have the same digests: their bytes are equal."""
     for position, others in merged.replicas.items():
-        (first,) = merged.blocks[position]
-        for block in others:
+        first, *rest = merged.blocks[position]
+        for copy in others:
             same_bytes = bytes_identity(manifests[first.rank], first)
-            if same_bytes == bytes_identity(manifests[block.rank], block):
-                yield first, block
+            same = [bytes_identity(manifests[block.rank], block) for block in copy]
+            if not rest and same == [same_bytes]:
+                yield copy
 
 
 def bytes_identity(manifest: Manifest, block: TensorBlock | StoredTensor) -> tuple[Any, ...]:
@@ -158,33 +166,15 @@ def bytes_identity(manifest: Manifest, block: TensorBlock | StoredTensor) -> tup
 
 def locate(header: ImageHeader, writers: Mapping[int, ImageHeader], rank: int) -> MergedHeader:
     """Return where the tensors of the image of ``rank`` are: in it, or in the images of ``writers``, which write them,
-    by their headers. Raises IntegrityError where one of these does not have it: no memory is allocated for a tensor
-    that is only claimed."""
-    starts = {
-        (other, t.name, t.dtype, t.piece, t.shape): t.start
-        for other, written in writers.items()
-        for t in written.tensors
-        if t.written_by is None
-    }
+    by their headers. Raises IntegrityError as ``find_blocks`` does."""
+    tables = {other: table_of(written) for other, written in (*writers.items(), (rank, header))}
     blocks = []
     for stored in header.tensors:
-        owner, start = rank, stored.start
-        if stored.written_by is not None:
-            owner = stored.written_by
-            found = starts.get((owner, stored.name, stored.dtype, stored.piece, stored.shape))
-            if found is None:
-                raise IntegrityError(
-                    f"{header.what}: {stored.name} is not there: rank {owner} was to write it for rank {rank}"
-                )
-            start = found
-        block = TensorBlock(
-            rank=owner,
-            start=start,
-            end=start + stored.length,
-            offset=(0,) * len(stored.shape),
-            lengths=stored.shape,
-        )
-        blocks.append((block,))
+        try:
+            found = find_blocks(stored, rank, tables, (0,) * len(stored.shape))
+        except IntegrityError as error:
+            raise IntegrityError(f"{header.what}: {error}") from error
+        blocks.append(found)
     return MergedHeader(header=header, blocks=blocks, replicas={})
 
 
@@ -228,7 +218,7 @@ class BlockReads:
         merged: MergedHeader,
         targets: Iterable[BlockTarget],
         *,
-        same: Iterable[tuple[TensorBlock, TensorBlock]] = (),
+        same: Iterable[tuple[TensorBlock, ...]] = (),
     ) -> None:
         """``same`` are replicas that are known to be equal, and are not compared."""
         self.fills: dict[int, list[Fill]] = {}
@@ -333,17 +323,21 @@ class BlockReads:
 
     def _check(self, stored: StoredTensor, position: int) -> None:
         """Read the replicas that are not known to be equal, to compare them."""
-        (first,) = self._merged.blocks[position]
-        others = [b for b in self._merged.replicas[position] if (first, b) not in self._same]
+        first = self._merged.blocks[position]
+        others = [copy for copy in self._merged.replicas[position] if copy not in self._same]
         if not others:
             return
-        one = torch.empty(first.end - first.start, dtype=torch.uint8)
-        self._read(first.rank, first.start, first.end, one)
-        for block in others:
-            other = torch.empty(block.end - block.start, dtype=torch.uint8)
-            self._read(block.rank, block.start, block.end, other)
-            ranks = (first.rank, block.rank)
-            self._checks.append(_ReplicaCheck(stored.name, ranks, one, other))
+        one = self._whole(stored, first)
+        for copy in others:
+            ranks = (first[0].rank, copy[0].rank)
+            self._checks.append(_ReplicaCheck(stored.name, ranks, one, self._whole(stored, copy)))
+
+    def _whole(self, stored: StoredTensor, copy: Sequence[TensorBlock]) -> torch.Tensor:
+        """Read one copy of a whole tensor to memory of its own."""
+        target = torch.empty(stored.length, dtype=torch.uint8)
+        for block in copy:
+            self._box(stored, block, target, (0,) * len(stored.shape), stored.shape)
+        return target
 
 
 def _is_contiguous(size: Sequence[int], lengths: Sequence[int]) -> bool:

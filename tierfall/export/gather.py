@@ -307,7 +307,7 @@ class _FirstRank:
                 continue  # blocks of one tensor differ by design
             if (own.dtype, own.shape) != (first.dtype, first.shape):
                 return None
-            if own.length > 0 and own.written_by is None and first.written_by is None:
+            if own.length > 0 and not own.writers and not first.writers:
                 found.append(TensorPair(own, first))
         return found
 
@@ -328,8 +328,8 @@ def _with_own(
     moved: dict[int, int] = {}
     for position in sorted({position for _, node in own for position in positions_of(node)}):
         stored = header.tensors[position]
-        if stored.written_by is not None:
-            moved[position] = position  # another rank writes it, under this name
+        if stored.writers:
+            moved[position] = position  # other ranks write it, under this name
             continue
         moved[position] = len(tensors)
         tensors.append(replace(stored, name=f"{key}.{rank}.{stored.name}", piece=None))

@@ -626,7 +626,7 @@ class Layouts:
         )
         if divider is None:
             return self._keep(planned), None
-        shareable = ReplicatedTensors(view, whole.structure)
+        shareable = ReplicatedTensors(view, whole.structure, self._session.config.chunk_bytes)
         structure = shareable.table.structure
         self._reported = None if shareable.numbers else structure
         if not shareable.numbers:

@@ -57,7 +57,7 @@ class Ranks:
         self.states = states
         self.streams = streams
         views = [walk_state(state) for state in states]
-        self.shares = [ReplicatedTensors(v, plan_layout(v).structure) for v in views]
+        self.shares = [ReplicatedTensors(v, plan_layout(v).structure, 1 << 20) for v in views]
         self.division = assign_writers([share.table for share in self.shares])
         self.plans = [ReplicaPlan(share, self.division) for share in self.shares]
 

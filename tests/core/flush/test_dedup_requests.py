@@ -28,7 +28,7 @@ def shareable(width: int, *, alike: bool = True) -> ReplicatedTensors:
     torch.manual_seed(0)
     model = nn.Linear(width, 3, bias=False)
     view = walk_state({"model": model} if alike else {"x": torch.zeros(width)})
-    return ReplicatedTensors(view, plan_layout(view).structure)
+    return ReplicatedTensors(view, plan_layout(view).structure, 1 << 20)
 
 
 class Job:

@@ -25,12 +25,14 @@ from tierfall.core.state.item import OnResize, item
 from tierfall.core.state.walk import walk_state
 
 
-def table(entries: dict[int, int], own_bytes: int = 0) -> ReplicaTable:
+def table(entries: dict[int, int], own_bytes: int = 0, chunk_bytes: int = 1 << 20) -> ReplicaTable:
     return ReplicaTable(
         structure="s",
         own_bytes=own_bytes,
+        chunk_bytes=chunk_bytes,
         keys=np.array(list(entries), dtype=np.uint64),
         sizes=np.array(list(entries.values()), dtype=np.uint64),
+        units=np.ones(len(entries), dtype=np.uint64),
     )
 
 
@@ -45,7 +47,7 @@ def training(seed: int = 0) -> dict[str, Any]:
 
 def shareable(state: dict[str, Any]) -> ReplicatedTensors:
     view = walk_state(state)
-    return ReplicatedTensors(view, plan_layout(view).structure)
+    return ReplicatedTensors(view, plan_layout(view).structure, 1 << 20)
 
 
 TABLES = st.lists(
@@ -53,6 +55,7 @@ TABLES = st.lists(
         table,
         st.dictionaries(st.integers(0, 30), st.just(0), max_size=12),
         st.integers(0, 1000),
+        st.just(1),
     ),
     min_size=1,
     max_size=6,
@@ -61,7 +64,7 @@ TABLES = st.lists(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(TABLES, st.integers(1, 1000))
-def test_each_entry_of_several_ranks_is_written_by_one_that_has_it(
+def test_each_byte_of_several_ranks_is_written_by_one_that_has_it(
     tables: list[ReplicaTable], factor: int
 ) -> None:
     for one in tables:
@@ -77,6 +80,12 @@ def test_each_entry_of_several_ranks_is_written_by_one_that_has_it(
         if owner in (NOBODY, rank)
     )
     assert written == Counter(holders.keys())
+    for key, parts in division.parts().items():
+        assert all(key in tables[rank].keys for rank, _ in parts)
+        ends = [end for _, end in parts]
+        assert len({rank for rank, _ in parts}) == len(parts) > 1
+        assert ends == sorted({*ends} - {0})
+        assert ends[-1] == (key // 4 + 1) * factor
     again = ReplicaAssignment.from_json(division.to_json(), rank=0)
     assert (again.id, list(again.keys), list(again.owners)) == (
         division.id,
@@ -93,6 +102,24 @@ def test_replicas_are_divided_by_bytes() -> None:
     for key, owner in zip(division.keys, division.owners, strict=True):
         load[owner] += sizes[int(key)]
     assert sorted(load) == [500, 500, 500]
+
+
+def test_ranks_write_as_many_bytes_as_others_that_hold_the_same() -> None:
+    """Pairs of ranks hold a tensor each, all four a large one; the third has more of its own than is fair."""
+    shared = {4: 10_000_000}
+    tables = [
+        table(shared | {8 if rank < 2 else 12: 1001}, 6_000_000 * (rank == 2), 100)
+        for rank in range(4)
+    ]
+    division = assign_writers(tables)
+    load = [one.own_bytes for one in tables]
+    for parts in division.parts().values():
+        for start, (rank, end) in zip((0, *(end for _, end in parts)), parts, strict=False):
+            load[rank] += end - start
+    for key, owner in zip(division.keys, division.owners, strict=True):
+        load[owner] += 0 if int(key) in division.parts() else 1001
+    assert sum(load) == 16_002_002
+    assert max(load[0], load[1], load[3]) - min(load[0], load[1], load[3]) <= 2, load
 
 
 def test_what_may_change_at_any_time_or_is_of_one_rank_is_not_shared() -> None:

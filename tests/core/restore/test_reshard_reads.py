@@ -78,7 +78,9 @@ class Images:
 
 
 def merged_of(
-    whole: torch.Tensor, blocks: tuple[TensorBlock, ...], replicas: tuple[TensorBlock, ...] = ()
+    whole: torch.Tensor,
+    blocks: tuple[TensorBlock, ...],
+    replicas: tuple[tuple[TensorBlock, ...], ...] = (),
 ) -> MergedHeader:
     stored = StoredTensor("w", whole.dtype, tuple(whole.shape), 0, whole.nbytes)
     header = ImageHeader(
@@ -118,9 +120,9 @@ def test_replicas_are_compared_unless_they_are_known_to_be_equal(known: bool) ->
         for rank in (0, 1)
     )
     images = Images(whole, ((),))
-    images.merged = merged_of(whole, (first,), (second,))
+    images.merged = merged_of(whole, (first,), ((second,),))
     images.data.append(flat(whole.clone()))
-    same = [(first, second)] if known else []
+    same = [(second,)] if known else []
     target = torch.empty(6, dtype=torch.int64)
     want = BlockTarget(position=0, target=flat(target))
     read = images.read(BlockReads(images.merged, [want], same=same))
