@@ -93,15 +93,16 @@ class Job:
         self.processes.clear()
         return answers
 
-    def wait_for_one(self, timeout_s: float = 60.0) -> int:
-        """Wait until one rank has ended, and return which; as a launcher does, before it ends the others."""
+    def wait_for_kill(self, timeout_s: float = 60.0) -> int:
+        """Wait until one rank is killed, and return which; as a launcher does, before it ends the others."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            for rank, process in enumerate(self.processes):
-                if process.poll() is not None:
-                    return rank
+            ended = [process.poll() for process in self.processes]
+            if -signal.SIGKILL in ended:
+                return ended.index(-signal.SIGKILL)
+            assert None in ended, f"all ranks have ended, and none was killed: {ended}"
             time.sleep(0.02)
-        raise AssertionError(f"no rank has ended; the log of rank 0:\n{self.log(0)}")
+        raise AssertionError(f"no rank was killed; the log of rank 0:\n{self.log(0)}")
 
     def run(self, function: str, timeout_s: float = 90.0, **arguments: Any) -> list[Any]:
         return self.start(function, **arguments).wait(timeout_s)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierfall.core.capture.copier import ImageCopier
-from tierfall.core.copies.chunk_reader import ChunkReader
+from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.run.session import Session
 from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.tiers.image_file import Region
@@ -41,7 +41,7 @@ POINTS = {
     "landed": Point(StoredTier, "write_manifest", after=True),
     "commit": Point(StoredTier, "commit", committer=True),
     "committed": Point(StoredTier, "commit", after=True, committer=True),
-    "restore": Point(ChunkReader, "read"),
+    "restore": Point(ReadTally, "read"),
 }
 
 

@@ -51,7 +51,7 @@ def kill_and_check(
         point=point,
         call=1 if point in ("open", "opened") else call,
     )
-    job.wait_for_one()
+    job.wait_for_kill()
     job.kill()
     durable = {
         int(line)

@@ -67,7 +67,7 @@ def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(
     point = drawn.choice(INSIDE)
     victim = 0 if point == "commit" else drawn.randrange(ranks)
     job = start("inside", point=point, call=3, victim=victim)
-    job.wait_for_one()
+    job.wait_for_kill()
     job.kill()
     answers = start("last").wait()
     for rank, answer in enumerate(answers):

@@ -84,7 +84,7 @@ def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(start: Start, r
     point = drawn.choice(INSIDE)
     victim = 0 if point == "commit" else drawn.randrange(ranks)
     job = start("killed", ranks, life="inside", point=point, call=2, victim=victim)
-    job.wait_for_one(250)
+    job.wait_for_kill(250)
     job.kill()
     job = start("killed", ranks, life="last")
     answers = job.wait(250)
@@ -334,7 +334,7 @@ def test_another_model_is_refused_and_the_run_goes_on_with_its_own(
 @pytest.mark.timeout(600)
 def test_killed_in_the_first_save_it_begins_anew(start: Start, tmp_path: Path) -> None:
     job = start("run", life="first", point="seal")
-    job.wait_for_one(250)
+    job.wait_for_kill(250)
     job.kill()
     assert train(start, "run", life="second")["step"] == STEPS
     first, second = (losses(tmp_path / "run", life) for life in ("first", "second"))
