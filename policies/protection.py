@@ -2,13 +2,16 @@
 
 Invariant 3: never a pinned checkpoint, nor, for each loss class, the newest checkpoint that survives that loss; and
 never a copy that is being read, or the only source of a copy that another tier is owed. The copies that a deletion
-relies on are verified, or were written by this run. A copy in memory is no reason to delete a stored one.
+relies on are verified, or were written by this run. A copy in memory is no reason to delete a stored one, nor is a
+newer checkpoint with NaN or Inf if the older one has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
+from tierfall.core.types.lineage import gone_bad
+from tierfall.core.types.text import format_some
 from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import CheckpointView, TierRules, View
 
@@ -32,7 +35,13 @@ def reason_to_keep(
     if reason := reason_to_keep_start(view, checkpoint, tier):
         return reason
     if lost := newest_of(view, checkpoint, tier, gone):
-        return f"the newest that survives the loss of a {lost}"
+        newer = filter(None, (gone_bad(other, checkpoint) for other in view.live))
+        without = (
+            f" without NaN or Inf in {format_some(sorted(bad))}"
+            if (bad := next(newer, None))
+            else ""
+        )
+        return f"the newest{without} that survives the loss of a {lost}"
     return None
 
 
@@ -101,6 +110,8 @@ def _survives_newer(
             return False
         if not is_left and _is_being_abandoned(view, other):
             continue
+        if gone_bad(other, above):
+            continue
         stays = other.id != above.id and other.id not in gone
         if any(view.is_safe(other, tier) for tier in tiers if stays or tier != without.name):
             return True
@@ -126,7 +137,10 @@ def newest_on_its_way(view: View, checkpoint: CheckpointView) -> LossClass | Non
     """
     for lost in reversed(LOSS_CLASSES):
         if _reaches(view, checkpoint, lost) and not any(
-            other.id > checkpoint.id and _reaches(view, other, lost) for other in view.live
+            other.id > checkpoint.id
+            and _reaches(view, other, lost)
+            and not gone_bad(other, checkpoint)
+            for other in view.live
         ):
             return lost
     return None

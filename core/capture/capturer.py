@@ -21,9 +21,10 @@ from tierfall.core.capture.copier import as_exception
 from tierfall.core.capture.lazy_evidence import LazyEvidence
 from tierfall.core.capture.snapshot import CaptureFailed, CaptureSealed, Snapshot
 from tierfall.core.format.commit_files import raw_files
-from tierfall.core.format.records import Commit
+from tierfall.core.format.records import Commit, named_not_finite
 from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.public_calls import public_call
+from tierfall.core.sampling.finite import losses_not_finite
 from tierfall.core.types.errors import CaptureError, StateChangedError, release_frames
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
@@ -385,14 +386,18 @@ def make_records(snapshot: Snapshot) -> tuple[bytes, bytes]:
     digests = snapshot.copier.digests
     manifest = snapshot.image_plan.manifest(snapshot.lineage, snapshot.shard, digests)
     data = manifest.encode()
+    metrics, not_finite = read_metrics(snapshot.metrics), list[str]()
+    if snapshot.finite is not None:
+        not_finite = snapshot.finite.not_finite_in(snapshot.region.image[manifest.data_start :])
     commit = Commit(
         lineage=snapshot.lineage,
         world_size=snapshot.shard.world_size,
         files=raw_files(snapshot.shard, image_bytes=manifest.image_bytes, manifest=data),
         nodes=(snapshot.node,),
         wall_time_s=snapshot.wall_time_s,
-        metrics=read_metrics(snapshot.metrics),
+        metrics=metrics,
         tags=snapshot.tags,
+        not_finite=named_not_finite([*losses_not_finite(metrics), *not_finite]),
     )
     snapshot.manifest = manifest
     snapshot.commit = commit

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tierfall.core.capture.handle import SaveHandle
     from tierfall.core.image.dedup import ReplicaDigests
     from tierfall.core.runtime.streams import Streams
+    from tierfall.core.sampling.finite import FiniteSample
     from tierfall.core.sampling.replicas import ReplicaPlan, ReplicaReading
     from tierfall.core.state.view import StateView
 
@@ -104,7 +105,7 @@ class ReplicaShare:
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
     """A save in flight. Only capture writes to it; it sets ``manifest`` and ``commit`` when the image is complete.
-    ``lazy_bytes`` of the image are captured lazily.
+    ``lazy_bytes`` of the image are captured lazily; ``finite`` finds NaN in it (None: it is not looked for).
 
     ``past_barrier``: every write to the state that began before the end of the capture has ended, and none was
     detected. The image may be sealed then.
@@ -123,6 +124,7 @@ class Snapshot:
     tags: tuple[str, ...] = ()
     lazy: bool = False
     lazy_bytes: int = 0
+    finite: FiniteSample | None = None
     past_barrier: bool = True
     hashed: bool = False
     failed: bool = False

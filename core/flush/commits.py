@@ -51,7 +51,7 @@ from tierfall.core.flush.messages import (
 )
 from tierfall.core.flush.replicas import ReplicaAssigner
 from tierfall.core.flush.tasks import CommitCopy, DeleteCopy, Outcome, StoreCall, TaskStore
-from tierfall.core.format.records import Attempt, Commit, NamedFile
+from tierfall.core.format.records import Attempt, Commit, NamedFile, named_not_finite
 from tierfall.core.ranks.messages import Message
 from tierfall.core.types.errors import (
     CapacityError,
@@ -280,6 +280,7 @@ class TierCommits(Component):
             wall_time_s=entry.commit.wall_time_s,
             metrics=entry.commit.metrics,
             tags=entry.commit.tags,
+            not_finite=entry.commit.not_finite,
         )
         self._messages.announce(facts, id, tier)
 
@@ -301,6 +302,7 @@ class TierCommits(Component):
             wall_time_s=facts.wall_time_s,
             metrics=facts.metrics,
             tags=facts.tags,
+            not_finite=facts.not_finite,
         )
         self._commit(entry, tier, commit)
 
@@ -480,7 +482,9 @@ class GroupSeals(Component):
                 structure=made.structure, assignment=made.assignment, digests=digests
             )
         size = entry.own_bytes
-        body = ImageComplete(ordinal=entry.ordinal, image_bytes=size, share=share)
+        body = ImageComplete(
+            ordinal=entry.ordinal, image_bytes=size, share=share, not_finite=entry.not_finite
+        )
         self._messages.contribute(body, entry.id)
 
     # Rank 0 ----------------------------------------------------------------------------------------
@@ -517,7 +521,8 @@ class GroupSeals(Component):
             return
         remember(self._whole, id, None)
         total = sum(image.image_bytes for image in images.values())
-        self._messages.announce(WholeCheckpoint(image_bytes=total), id)
+        noted = named_not_finite(name for image in images.values() for name in image.not_finite)
+        self._messages.announce(WholeCheckpoint(image_bytes=total, not_finite=noted), id)
 
     def _on_failed(self, tier: str, id: CheckpointId, failure: SaveFailure, rank: int) -> None:
         """A save has failed on a rank."""
@@ -575,7 +580,8 @@ class GroupSeals(Component):
             if entry.handle is not None:
                 entry.handle.on_captured()
         self._waits[id] = _RankWait(ImageSealed)
-        self._messages.contribute(ImageSealed(image_bytes=entry.own_bytes), id)
+        body = ImageSealed(image_bytes=entry.own_bytes, not_finite=entry.not_finite)
+        self._messages.contribute(body, id)
 
     def _on_whole(self, tier: str, id: CheckpointId, whole: WholeCheckpoint) -> None:
         entry = self._ledger.entries.get(id)
@@ -583,6 +589,7 @@ class GroupSeals(Component):
             return
         self._waits.pop(id, None)
         entry.image_bytes = whole.image_bytes
+        entry.note_not_finite(whole.not_finite)
         entry.awaiting_ranks = False
         if entry.state(self._ledger.host) is CopyState.ARRIVING:
             entry.set_state(self._ledger.host, CopyState.SEALED)

@@ -147,6 +147,16 @@ class LedgerEntry:
         self.tags = decided.tags(self.id, self.attempt_id, given)
 
     @property
+    def not_finite(self) -> tuple[str, ...]:
+        """What its commit record names as NaN or infinite."""
+        return () if self.commit is None else self.commit.not_finite
+
+    def note_not_finite(self, names: tuple[str, ...]) -> None:
+        """Note what is NaN or infinite in the images of all ranks."""
+        if self.commit is not None and self.commit.not_finite != names:
+            self.commit = replace(self.commit, not_finite=names)
+
+    @property
     def own_bytes(self) -> int:
         """The bytes of this rank's image; 0 while unknown."""
         if self.geometry is not None:
@@ -617,6 +627,7 @@ class Ledger:
             overtaken=entry.overtaken,
             at_end=entry.commit is not None and entry.commit.lineage.at_end,
             metrics=commit.metrics if commit else {},
+            not_finite=frozenset(entry.not_finite),
             tags=entry.tags,
             wall_time_s=commit.wall_time_s if commit else None,
         )

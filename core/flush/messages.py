@@ -173,10 +173,12 @@ class ImageShare(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageComplete(Message):
-    """Gathered: a rank's image is complete. If it has to be compared, it is not sealed yet."""
+    """Gathered: a rank's image is complete. If it has to be compared, it is not sealed yet. ``not_finite`` is that of
+    its commit record."""
 
     ordinal: int
     image_bytes: int
+    not_finite: tuple[str, ...] = ()
     share: ImageShare | None = None
 
 
@@ -187,16 +189,19 @@ class ImagesAlike(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSealed(Message):
-    """Gathered: a rank's image is sealed after the comparison."""
+    """Gathered: a rank's image is sealed after the comparison. ``not_finite`` is as in ``ImageComplete``."""
 
     image_bytes: int
+    not_finite: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeCheckpoint(Message):
-    """Announced: all images are sealed in memory. ``image_bytes`` of all ranks together."""
+    """Announced: all images are sealed in memory. ``image_bytes`` and ``not_finite`` are those of all ranks
+    together."""
 
     image_bytes: int
+    not_finite: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +247,7 @@ class CommitFacts(Message):
     wall_time_s: float
     metrics: Mapping[str, float]
     tags: tuple[str, ...]
+    not_finite: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

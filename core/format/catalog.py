@@ -149,6 +149,16 @@ class KnownCheckpoint:
         return self.commit.metrics if self.commit else {}
 
     @property
+    def started_from(self) -> CheckpointId | None:
+        return self.commit.lineage.started_from if self.commit else None
+
+    @property
+    def not_finite(self) -> frozenset[str]:
+        """What its records name as NaN or infinite. One in memory may name what is in the images of one node only."""
+        records = (self.commit, *(copy.commit for copy in self.copies.values()))
+        return frozenset(name for each in records if each is not None for name in each.not_finite)
+
+    @property
     def live(self) -> bool:
         return not self.abandoned and not self.deleted
 
@@ -311,11 +321,12 @@ def to_view(
             CheckpointView(
                 id=c.id,
                 ordinal=c.commit.lineage.ordinal if c.commit else 0,
-                started_from=c.commit.lineage.started_from if c.commit else None,
+                started_from=c.started_from,
                 abandoned=c.abandoned,
                 pinned=c.pinned,
                 deleted=c.deleted,
                 metrics=c.metrics,
+                not_finite=c.not_finite,
                 tags=c.tags,
                 wall_time_s=c.wall_time_s,
                 overtaken=owed_to.get(c.id, frozenset()),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Commit, NamedFile
+from tierfall.core.format.records import Commit, NamedFile, named_not_finite
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import Codec, Shard
@@ -139,4 +139,9 @@ def unite_records(records: Mapping[str, Commit]) -> Commit:
             if named != file:
                 raise IntegrityError(f"{of}: its {file.name} is another than that on {named_at}")
     owed = {id for record in records.values() for id in record.owed}
-    return replace(first, files=tuple(file for _, file in files.values()), owed=tuple(sorted(owed)))
+    return replace(
+        first,
+        files=tuple(file for _, file in files.values()),
+        owed=tuple(sorted(owed)),
+        not_finite=named_not_finite(name for each in records.values() for name in each.not_finite),
+    )

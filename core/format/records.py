@@ -27,6 +27,9 @@ DIGEST_PREFIX = "xxh3-128:"
 METRIC_BYTES = 64
 CHUNK_DIGEST_BYTES = 48
 RECORD_BYTES = 8192
+NOT_FINITE_MAX = 8
+NOT_FINITE_CHARACTERS = 128
+NOT_FINITE_BYTES = NOT_FINITE_MAX * (6 * NOT_FINITE_CHARACTERS + 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,14 @@ def records_bytes_max(
     """Return an upper bound of the bytes of an image's manifest and commit record together: what is reserved for them
     beside the image in memory. It is the same for all images of a state, so that one has room where another was."""
     named = sum(6 * len(name) + METRIC_BYTES for name in (*metrics, *tags))
-    return pieces_bytes + CHUNK_DIGEST_BYTES * chunks + named + 12 * len(run) + RECORD_BYTES
+    fixed = RECORD_BYTES + NOT_FINITE_BYTES
+    return pieces_bytes + CHUNK_DIGEST_BYTES * chunks + named + 12 * len(run) + fixed
+
+
+def named_not_finite(names: Iterable[str]) -> tuple[str, ...]:
+    """Return what a commit record names as not finite: the first few in the order of names, the last part of each."""
+    cut = sorted({name[-NOT_FINITE_CHARACTERS:] for name in names})
+    return tuple(cut[:NOT_FINITE_MAX])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +190,8 @@ class Commit:
 
     ``files`` has the image of every shard with its size, the manifests with their SHA-256, and, on a tier that packs
     images, the frame records with their SHA-256. ``metrics`` are rank 0's. ``owed`` names older checkpoints that could
-    not be written to the tier until then and are still owed to it.
+    not be written to the tier until then and are still owed to it. ``not_finite`` names parameters, of any rank, whose
+    sample has NaN or an infinity, and ``metrics.NAME`` of such a loss.
     """
 
     lineage: Lineage
@@ -191,6 +202,7 @@ class Commit:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     owed: tuple[CheckpointId, ...] = ()
+    not_finite: tuple[str, ...] = ()
 
     @property
     def image_bytes(self) -> int:
@@ -205,11 +217,11 @@ class Commit:
         return next((file for file in self.files if file.name == name), None)
 
     def encode(self) -> bytes:
-        owed = {"owed": to_json(self.owed)} if self.owed else {}
+        rare = {"owed": to_json(self.owed), "not_finite": list(self.not_finite)}
         return documents.seal(
             {
                 **_lineage_members(self.lineage),
-                **owed,
+                **{name: value for name, value in rare.items() if value},
                 **members(self, "world_size", "wall_time_s", "nodes", "metrics", "tags"),
                 "files": [file.to_json() for file in self.files],
             }
@@ -239,6 +251,9 @@ def parse_commit(data: bytes, *, what: str) -> Commit:
         owed=tuple(
             _checkpoint(JsonFields(each, f"{what}: owed"))
             for each in (reader.list_of("owed", dict) if reader.has("owed") else ())
+        ),
+        not_finite=named_not_finite(
+            reader.list_of("not_finite", str) if reader.has("not_finite") else ()
         ),
     )
 

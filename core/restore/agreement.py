@@ -35,9 +35,10 @@ from tierfall.core.restore.assign import (
 )
 from tierfall.core.restore.candidates import (
     RestoreRequest,
-    choose,
     is_first_unread,
+    list_fitting,
     unread_text,
+    without_bad,
 )
 from tierfall.core.restore.inventory import (
     Inventory,
@@ -305,7 +306,7 @@ def choose_candidates(
         reason = "only some ranks had sealed it in memory, and no tier that answered holds the rest"
         tally.add_skipped(f"step {id}", reason, id)
         logger.warning("restore: step %s is no checkpoint: %s", id, reason)
-    candidates = choose(listings, request, tally)
+    candidates = list_fitting(listings, request, tally)
     taken: list[KnownCheckpoint] = []
     unread: list[CheckpointId] = []
     for known in candidates:
@@ -330,6 +331,7 @@ def choose_candidates(
             + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
             + ". Bring back the machines or tiers that hold the rest, or open with fresh=True to begin anew"
         )
+    taken = without_bad(taken, request, tally)
     commits = [known.commit for known in taken if known.commit is not None]
     return Candidates(
         commits=tuple(replace(commit, files=(), nodes=()) for commit in commits),

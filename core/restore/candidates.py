@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, NotReadError, merge, starts_in
 from tierfall.core.types.errors import RestoreError, TierfallError
+from tierfall.core.types.lineage import may_replace
+from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
@@ -37,8 +39,15 @@ class RestoreRequest:
 def choose(
     listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
 ) -> list[KnownCheckpoint]:
-    """Return what may be restored, newest first; empty where every tier answered and none holds a checkpoint, and where
-    all have been passed over.
+    """Return what is to be restored, newest first; empty where every tier answered and none holds a checkpoint, and
+    where all have been passed over. Raises what ``list_fitting`` raises."""
+    return without_bad(list_fitting(listings, request, tally), request, tally)
+
+
+def list_fitting(
+    listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
+) -> list[KnownCheckpoint]:
+    """Return what may be restored, newest first; empty as for ``choose``.
 
     Raises RestoreError where a tier that may hold a newer checkpoint could not be read, and where no checkpoint is one
     that the request names.
@@ -55,9 +64,42 @@ def choose(
     return candidates
 
 
+def without_bad(
+    candidates: Sequence[KnownCheckpoint], request: RestoreRequest, tally: ReadTally
+) -> list[KnownCheckpoint]:
+    """Leave out the candidates with NaN or Inf that an older one may replace, unless the request names a step; log
+    which, and what is restored although it has some."""
+    left, passed = list(candidates), list[KnownCheckpoint]()
+    while left and request.step is None:
+        good = [c for c in left[1:] if any(copy.damage is None for copy in c.copies.values())]
+        if not any(may_replace(older, left[0]) for older in good):
+            break
+        passed.append(left.pop(0))
+    if request.without or not left:  # it was reported
+        return left
+    taken = f"step {left[0].id} has {_bad(left[0])}"
+    for one in passed:
+        tally.add_skipped(f"step {one.id}", f"it has {_bad(one)}", one.id)
+    if passed:
+        logger.warning(
+            "%s: passes over step %s, with %s; %s, and is taken. To take the newest all the same, name it: step=%d",
+            request.operation, format_some([str(c.id) for c in passed]), _bad(passed[0]), taken, passed[0].id.step,
+        )  # fmt: skip
+    elif left[0].not_finite:
+        logger.warning("%s: %s", request.operation, taken)
+    return left
+
+
+def _bad(checkpoint: KnownCheckpoint) -> str:
+    return (
+        f"NaN or Inf in {format_some(sorted(checkpoint.not_finite)) or 'nothing that is looked at'}"
+    )
+
+
 def is_first_unread(listings: Sequence[Listing], request: RestoreRequest) -> bool:
     """Return whether commit records were left to be read later, and one of them is of the checkpoint that would be
-    restored, or may be, or tells which of two attempts of one number counts."""
+    restored, or may be, or tells which of two attempts of one number counts; or NaN is noted, so that an older
+    checkpoint is looked for."""
     unread = [
         copy.id
         for listing in listings
@@ -71,8 +113,10 @@ def is_first_unread(listings: Sequence[Listing], request: RestoreRequest) -> boo
     if len(known) < len(starts) or any(id.attempt not in known for id in unread):
         return True  # how its attempt began may abandon what looks newest
     fit = (c for c in reversed(merge(listings)) if _fits(c, request) and not _why_not(c, request))
-    copies = next((c.copies.values() for c in fit), None)
-    return copies is None or any(isinstance(copy.damage, NotReadError) for copy in copies)
+    first = next(fit, None)
+    if first is None or (first.not_finite and request.step is None):
+        return True
+    return any(isinstance(copy.damage, NotReadError) for copy in first.copies.values())
 
 
 def _check_all_were_read(

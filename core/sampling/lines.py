@@ -82,12 +82,15 @@ class _Draw:
 class SamplePlan:
     """The sampled lines of one layout's ranges. ``count_use`` may be called by any thread."""
 
-    def __init__(self, ranges: Sequence[SampledRange], lines: Integers) -> None:
-        """``lines``: the maximum number of lines by range."""
+    def __init__(
+        self, ranges: Sequence[SampledRange], lines: Integers, *, anew: bool = True
+    ) -> None:
+        """``lines``: the maximum number of lines by range; ``anew``: each draw is at other places."""
         # Contiguous ranges first, grouped by alignment in the image: one call compares a group.
         order = sorted(range(len(ranges)), key=lambda n: _alignment(ranges[n]))
         self._ranges = [ranges[n] for n in order]
         self._lines = lines[order]
+        self._anew = anew
         self.numbers = np.array([p.index for p in self._ranges], dtype=np.int64)
         self._offsets = np.array([p.offset for p in self._ranges], dtype=np.int64)
         self._starts = np.array([p.start for p in self._ranges], dtype=np.int64)
@@ -122,7 +125,7 @@ class SamplePlan:
         whole = (self._sizes - head) // LINE_BYTES
         counts = np.minimum(whole, self._lines)
         lines_of, nth = enumerate_groups(counts)
-        phase = int.from_bytes(os.urandom(4), "little") / 2**32
+        phase = int.from_bytes(os.urandom(4), "little") / 2**32 if self._anew else 0.5
         lines_at = _spread_lines(nth, counts[lines_of], whole[lines_of], phase)
         self._move_to_element_order(lines_of, lines_at, head)
         lines_at += head[lines_of]
@@ -226,6 +229,13 @@ class Samples:
         assert draw is others._draw, "samples of different draws cannot be compared"
         found = _numbers_where(draw.lines_of, (self._lines != others._lines).any(1))
         return self._numbers(found | _numbers_where(draw.bytes_of, self._bytes != others._bytes))
+
+    def not_finite(self, dtype: torch.dtype) -> list[int]:
+        """The numbers of the tensors, all of this floating ``dtype``, with NaN or an infinity."""
+        draw = self._draw
+        lines, beside = (each.view(dtype).isfinite() for each in (self._lines, self._bytes))
+        found = _numbers_where(draw.lines_of, ~lines.all(1))
+        return self._numbers(found | _numbers_where(draw.bytes_of[:: dtype.itemsize], ~beside))
 
     def _numbers(self, found: set[int]) -> list[int]:
         return sorted({int(self._plan.numbers[item]) for item in found})

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from tierfall.core.types.values import CheckpointId
 
@@ -126,3 +127,33 @@ def abandoned_by(
         return is_above or (checkpoint.attempt, attempt_id) in passed_over
 
     return is_abandoned
+
+
+# NaN and infinities -------------------------------------------------------------------------------------
+
+
+class Noted(Protocol):
+    """A checkpoint; ``not_finite`` names what is NaN or infinite in it."""
+
+    @property
+    def id(self) -> CheckpointId: ...
+
+    @property
+    def started_from(self) -> CheckpointId | None: ...
+
+    @property
+    def not_finite(self) -> frozenset[str]: ...
+
+
+def gone_bad(checkpoint: Noted, older: Noted) -> frozenset[str]:
+    """What is NaN or infinite in a checkpoint and is not in an ``older`` one: so a value that always is does not
+    count."""
+    return checkpoint.not_finite - older.not_finite if older.id < checkpoint.id else frozenset()
+
+
+def may_replace(older: Noted, checkpoint: Noted) -> bool:
+    """Whether a restore goes back to an ``older`` checkpoint because of what has ``gone_bad`` since. It does not go
+    behind the one that the training continued from: who continued from that has accepted what was in it."""
+    start = checkpoint.started_from
+    is_behind = start is not None and older.id.step < start.step
+    return bool(gone_bad(checkpoint, older)) and not is_behind

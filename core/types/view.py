@@ -82,6 +82,7 @@ class CheckpointView:
     """One checkpoint and its copies. ``owed`` names the tiers that are to get a copy and have none yet. ``changing``:
     a commit of it is in progress. ``at_end``: every tier is to get it. ``metrics`` are
     those of its save, ``tags`` those of its save and since; ``wall_time_s`` is the time of the save (None: unknown).
+    ``not_finite`` names what is NaN or infinite in it.
     ``overtaken`` names tiers that received newer checkpoints first, because writing this one failed, and are still owed
     it. ``damaged`` has the damaged copies, as if whole: ``copies`` lacks them, and none is written in their place."""
 
@@ -96,6 +97,7 @@ class CheckpointView:
     changing: bool = False
     at_end: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    not_finite: frozenset[str] = frozenset()
     tags: frozenset[str] = frozenset()
     wall_time_s: float | None = None
     overtaken: frozenset[str] = frozenset()

@@ -566,3 +566,17 @@ def values_that_differ(rank: int, folder: str, members: Sequence[int], saves: bo
             return None
         said = _refused(lambda: ckpt.restore(state))
         return [*said[1:], state["position"], state["w"][0].item()]
+
+
+def gone_bad(rank: int, folder: str, steps: Sequence[int], bad: int, on: int) -> list[Any]:
+    """Restore, and save these steps to the disks of the nodes alone; step ``bad`` has NaN on one rank."""
+    with tierfall.open(config(folder, pfs={"flush": {"every": 100}})) as ckpt:
+        model = nn.Linear(8, 8)
+        state = {f"part{rank}": model}
+        report = ckpt.restore(state)
+        for step in steps:
+            if step == bad and rank == on:
+                model.weight.data.fill_(float("nan"))
+            ckpt.save(step, state).wait("nvme", 30)
+        noted = {str(info.step): list(info.not_finite) for info in ckpt.checkpoints()}
+        return [None if report is None else report.step, noted]

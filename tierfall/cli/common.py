@@ -445,6 +445,7 @@ class RunFacts:
             deleted=known.deleted,
             tags=tuple(sorted(known.tags)),
             metrics=known.metrics,
+            not_finite=tuple(sorted(known.not_finite)),
             copies=begun | held,
             owed=tuple(tier.name for tier in self.view.tiers if tier.name in owed),
         )

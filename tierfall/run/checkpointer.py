@@ -292,6 +292,8 @@ class Checkpointer:
         if continues:
             verified = restored.verified(ranks.shard)
             opened.continue_from(restored.checkpoint, any_saved, verified=verified)
+            if request.step is None:
+                opened.report_again(id)
             self._session.step_timer.continue_from(id.step)
         return restored
 

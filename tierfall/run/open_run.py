@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -58,6 +59,8 @@ OPEN: set[OpenRun] = set()
 ABANDON_S = 1.0
 LAST_S = 1.0
 """Each last action of ``close`` has at least so many seconds, even after ``max_wait``."""
+RESTORES_MAX = 3
+"""So many restores of one step without a newer save are reported."""
 LOOK_S = 2.0
 """Seconds that a tier has to answer which other runs it has."""
 _SAVE_ON = "open: interval.on_signal"
@@ -156,6 +159,7 @@ class OpenRun:
         self._last: closing.LastStep | None = None
         self._fingerprint: Fingerprint | None = None
         self.checks_omissions = True
+        self._restores: Counter[tuple[CheckpointId, int]] = Counter()
         self.lineage = SavingLineage(self.run, session.attempt, begun=begun)
         self.saver = Saver(session, capturer)
         announced = None
@@ -506,6 +510,22 @@ class OpenRun:
             due = "memory has images of other ranks, which no rank can flush"
         self.forget_last()
         self.cadence.continue_from(id.step, due)
+
+    def report_again(self, id: CheckpointId) -> None:
+        """Warn if the newest checkpoint was restored ``RESTORES_MAX`` times while no start has saved a good newer one:
+        training may fail from it each time. Each attempt since is a restore, and each call of this one."""
+        session, own = self.session, self.lineage.attempt.number
+        self._restores[id, own] += 1
+        attempts = {number for listing in session.tiers.listings for number in listing.attempts}
+        times = self._restores[id, own] + sum(id.attempt < number < own for number in attempts)
+        if times < RESTORES_MAX or not session.ranks.topology.is_root:
+            return
+        older = (c.id for c in reversed(session.known()) if c.live and c.id.step < id.step)
+        back = next((f"go back: restore(step={each.step})" for each in older), "no step is older")
+        logger.warning(
+            "restore: this is restore number %d of step %s without a good newer save. If training fails from it each "
+            "time, %s", times, id, back,
+        )  # fmt: skip
 
     # Checks ------------------------------------------------------------------------------------------
 

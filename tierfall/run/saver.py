@@ -52,6 +52,7 @@ from tierfall.core.image.sources import TensorSources
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
+from tierfall.core.sampling.finite import FiniteSample
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
 from tierfall.core.sampling.ranges import DIGEST_BYTES
 from tierfall.core.sampling.replicas import ReplicaPlan
@@ -115,7 +116,7 @@ class Saver:
         self._capturer = capturer
         self._layouts = Layouts(session)
         self._walk_cache = WalkCache()
-        kept: deque[tuple[Segmentation, CheckPlan]] = deque(maxlen=SEGMENTATIONS_KEPT)
+        kept: deque[tuple[Segmentation, CheckPlan, FiniteSample]] = deque(maxlen=SEGMENTATIONS_KEPT)
         self._segmentations = kept
         self._streams = Streams()
         self._places = CaptureDevices(self._streams, self._open_slab)
@@ -253,14 +254,14 @@ class Saver:
                 f"save: goes on without tier {self._config.device.name}: the state is not on a CUDA device"
             )
         lazy = self._choose_lazy(view, call)
-        segments, check = self._cut(image.layout, view, places, lazy)
+        segments, check, finite = self._cut(image.layout, view, places, lazy)
         sources = TensorSources(view, segments.lazy, segments.on_devices)
         if lazy is None or check is None:
-            return _CapturePlan(places, segments, sources, None, lazy=lazy is not None)
+            return _CapturePlan(places, segments, sources, None, finite, lazy=lazy is not None)
         streams = self._places.streams if places else {}
         is_full = self._config.capture.verify is Verify.FULL
         begun = check.begin(sources, streams, None if is_full else DIGEST_BYTES)
-        return _CapturePlan(places, segments, sources, begun, lazy=True)
+        return _CapturePlan(places, segments, sources, begun, finite, lazy=True)
 
     def _snapshot(
         self,
@@ -305,6 +306,7 @@ class Saver:
             node=self._session.node,
             share=image.share,
             lazy_bytes=plan.segments.lazy_bytes if plan.lazy else 0,
+            finite=plan.finite,
         )
 
     def _cut(
@@ -313,19 +315,21 @@ class Saver:
         view: StateView,
         places: Sequence[int],
         lazy: Sequence[bool] | None,
-    ) -> tuple[Segmentation, CheckPlan | None]:
-        """Return the segments of a layout, and how an image of it is checked; both are cached for the next saves."""
+    ) -> tuple[Segmentation, CheckPlan | None, FiniteSample]:
+        """Return the segments of a layout, how an image of it is checked, and how NaN is found in it; all are cached
+        for the next saves."""
         if lazy is None:  # all is copied before save returns, by two threads
             lazy = tuple(changes is Changes.ON_STEP for changes in view.changes)
         known = (
-            both for both in self._segmentations if both[0].matches(layout, view, places, lazy)
+            kept for kept in self._segmentations if kept[0].matches(layout, view, places, lazy)
         )
         found = next(known, None)
         if found is None:
             segments = Segmentation(layout, view, self._config.chunk_bytes, places, lazy)
-            found = segments, CheckPlan(segments, view)
+            found = segments, CheckPlan(segments, view), FiniteSample(layout, view)
             self._segmentations.appendleft(found)
-        return found[0], None if self._config.capture.verify is Verify.OFF else found[1]
+        segments, check, finite = found
+        return segments, None if self._config.capture.verify is Verify.OFF else check, finite
 
     def _check_capacities(self, layout: Layout) -> None:
         for tier in self._config.chain:
@@ -396,12 +400,13 @@ def _as_capture_errors(id: CheckpointId, undo: Callable[[], object]) -> Iterator
 @dataclass(frozen=True, slots=True)
 class _CapturePlan:
     """How one state is captured: the ``places`` of its tensors, their segments, what the image is compared with
-    (``check``), and whether any of it is captured lazily."""
+    (``check``), how NaN is found in it, and whether any of it is captured lazily."""
 
     places: Sequence[int]
     segments: Segmentation
     sources: TensorSources
     check: ImageCheck | None
+    finite: FiniteSample
     lazy: bool
 
 

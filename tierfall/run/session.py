@@ -147,6 +147,7 @@ class Session:
         )
         for entry in ledger.entries.values():
             entry.image_bytes = start.image_bytes.get(entry.id, entry.image_bytes)
+            entry.note_not_finite(start.not_finite.get(entry.id, entry.not_finite))
         seen = start.seen & written
         ledger.note_partial(x for x in tiers.listings if x.tier in seen and not x.lags)
         ledger.lags = start.lags or any(listing.lags for listing in tiers.listings)

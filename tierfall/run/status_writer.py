@@ -293,6 +293,7 @@ class StatusWriter:
             deleted=entry.deleted,
             tags=tuple(sorted(entry.tags)),
             metrics=commit.metrics if commit else {},
+            not_finite=entry.not_finite,
             copies={tier: self._copy_info(entry, tier) for tier in held},
             owed=tuple(tier for tier in tiers if tier in entry.owed),
             set_aside={tier: str(error) for tier, error in entry.set_aside.items()},

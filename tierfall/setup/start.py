@@ -105,7 +105,8 @@ class Start(Message):
     ``unreachable`` has, per tier, the reason of some rank. ``whole`` has, per tier that all ranks reach, the
     checkpoints whose images are all on it; ``complete`` those whose images are all on some tier; ``on_few_nodes`` is as
     in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank found a checkpoint.
-    ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: some rank has a listing that lags.
+    ``image_bytes`` has the bytes of all ranks' images, ``not_finite`` what is NaN or infinite in any, by checkpoint.
+    ``lags``: some rank has a listing that lags.
     ``displaced`` are complete checkpoints of which some rank's memory has another rank's image: no rank flushes them.
     ``decided`` are the names of the entries in all lists that any rank has read; ``damaged``, per tier, the damaged
     copies that a rule may delete, with their damage; ``starts`` how the attempts began that have committed a
@@ -125,6 +126,7 @@ class Start(Message):
     seen: frozenset[str] = frozenset()
     first: bool = False
     image_bytes: Mapping[CheckpointKey, int] = field(default_factory=dict)
+    not_finite: Mapping[CheckpointKey, tuple[str, ...]] = field(default_factory=dict)
     lags: bool = False
     displaced: frozenset[CheckpointId] = frozenset()
     decided: tuple[str, ...] = ()
@@ -325,6 +327,7 @@ def decide(
         overtaken=overtaken(merge(map(only_whole, listings))),
         first=all(one.nothing for one in found.values()),
         image_bytes={c.id: c.bytes for c in merge(listings)},
+        not_finite={c.id: tuple(sorted(c.not_finite)) for c in merge(listings) if c.not_finite},
         lags=any(listing.lags for listing in listings),
         reported=tuple(
             TierReport(tier=tier, rank=rank, found=inventories[rank][tier])

@@ -64,7 +64,8 @@ class CopyInfo:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """One checkpoint over all tiers. ``bytes`` is its raw size; ``wall_time_s`` is the time of its save, in seconds
-    since 1970. None: not known.
+    since 1970. None: not known. ``not_finite`` names parameters with NaN or an infinity, and ``metrics.NAME`` of such a
+    loss.
 
     ``copies`` has its copies by tier; ``owed`` are the tiers that are still owed one. ``set_aside`` is by tier why a
     copy was set aside, as it failed repeatedly while the tier accepted others. ``deleted``: by a person, and not on
@@ -82,6 +83,7 @@ class CheckpointInfo:
     deleted: bool = False
     tags: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    not_finite: tuple[str, ...] = ()
     copies: Mapping[str, CopyInfo] = field(default_factory=dict)
     owed: tuple[str, ...] = ()
     set_aside: Mapping[str, str] = field(default_factory=dict)
@@ -96,7 +98,7 @@ class CheckpointInfo:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Its tags, and what is decided about it."""
+        """Its tags, what is decided about it, and what is not finite in it."""
         decided = {
             "pinned": self.pinned,
             "abandoned": self.abandoned,
@@ -105,6 +107,7 @@ class CheckpointInfo:
         return (
             *(f"#{tag}" for tag in self.tags),
             *(name for name, is_so in decided.items() if is_so),
+            *([f"NaN or Inf in {format_some(self.not_finite)}"] if self.not_finite else []),
         )
 
     def __repr__(self) -> str:

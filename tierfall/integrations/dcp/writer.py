@@ -37,9 +37,10 @@ from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.copies.image_writes import write_view
 from tierfall.core.flush.external_commits import ExternalCommits
-from tierfall.core.format.records import Attempt, Commit
+from tierfall.core.format.records import Attempt, Commit, named_not_finite
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.sampling.finite import losses_not_finite
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
@@ -382,14 +383,16 @@ def direct_write(
     session.call_soon(
         lambda: _expect(session.coordinator.external_commits, place.checkpoint, tier.name)
     )
+    read = {name: float(value) for name, value in checked_metrics(metrics).items()}
     commit = Commit(
         lineage=place,
         world_size=session.ranks.shard.world_size,
         files=(),
         nodes=(session.node,),
         wall_time_s=time.time(),
-        metrics={name: float(value) for name, value in checked_metrics(metrics).items()},
+        metrics=read,
         tags=checked_tags(tags),
+        not_finite=named_not_finite(losses_not_finite(read)),
     )
     return DirectWrite(
         config=run.config,
