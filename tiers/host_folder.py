@@ -146,6 +146,7 @@ class RoomReport:
     file_system_free_bytes: int
     memory_free_bytes: int | None
     in_memory: bool
+    file_system_bytes: int = 0
 
     @property
     def free_bytes(self) -> int:
@@ -188,6 +189,7 @@ def measure_room(folder: Path) -> RoomReport:
         file_system_free_bytes=status.f_bavail * status.f_frsize,
         memory_free_bytes=_memory_free_bytes(),
         in_memory=in_memory,
+        file_system_bytes=status.f_blocks * status.f_frsize,
     )
 
 

@@ -35,6 +35,7 @@ from tierfall.core.types.backend import Backend, Publish, StoredObject, delete_a
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
+    KeptFreeError,
     KeyExistsError,
     KeyNotFoundError,
     NotSupportedError,
@@ -42,6 +43,7 @@ from tierfall.core.types.errors import (
     TierfallError,
 )
 from tierfall.core.types.lineage import AttemptStart, abandoned_by
+from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, Codec, CopyState, Shard
 from tierfall.tiers.image_writer import Compression, PackedImageWriter, Packing, RawImageWriter
 from tierfall.tiers.run_files import (
@@ -62,6 +64,8 @@ FEW = 32
 """A listing with no more commit records than these is read whole."""
 CommitResult = Commit | TierfallError | None
 """A commit record, why it cannot be used, or None where there is none."""
+FREED_S = 6.0
+"""Seconds until a file system shows what a deletion has freed: ZFS frees every five seconds."""
 REQUESTS_AT_ONCE_MIN = 32
 REQUESTS_FOR_EACH = 4
 """Concurrent small requests: this many for each large one that the backend's ``max_parallel`` allows, and at least
@@ -126,6 +130,7 @@ class StoredTier:
         set_identity_check: SetIdentityCheck | None = None,
         names: Callable[[str], Iterable[str]] = lambda folder: (),
         record: TierRecord | None = None,
+        room_bytes: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """With ``packing``, images are written packed; images of any codec are read.
 
@@ -133,12 +138,15 @@ class StoredTier:
         reading only, '' where it was not. ``last_answer_s`` returns when the medium last answered, on the monotonic
         clock. ``set_identity_check`` is the method of that name of a backend whose folder can be mounted anew.
         ``names`` returns all names directly in a folder, also those that scans leave out, such as links; none where the
-        medium has no folders. ``record`` is the tier record, where it was read before.
+        medium has no folders. ``record`` is the tier record, where it was read before. ``room_bytes`` asks the medium
+        how much may be written without less staying free than it is to keep.
         """
         self.name = name
         self.backend = backend
         self.read_only = read_only
         self.last_answer_s = last_answer_s
+        self.room_bytes = room_bytes
+        self._refused_bytes = -math.inf
         self._run = run
         self._documents = documents = Documents(name, run, backend)
         self._packing = packing
@@ -576,6 +584,20 @@ class StoredTier:
     def compression(self) -> Compression | None:
         """What was packed so far; None where images are stored raw."""
         return None if self._packing is None else self._packing.compression
+
+    def check_room(self, needed_bytes: int) -> None:
+        """Raise KeptFreeError if so many bytes more leave less free than is to be kept. A copy is deleted then; if
+        there is no more room at the next call, that has not shown yet: wait, or a second copy would go."""
+        until_s, refused = time.monotonic() + FREED_S, self._refused_bytes
+        while (room_bytes := self.room_bytes()) < needed_bytes:
+            self._refused_bytes = room_bytes
+            if room_bytes > refused or time.monotonic() > until_s:
+                raise KeptFreeError(
+                    f"{self.name}: {format_size(needed_bytes)} are to be written, and there is room for "
+                    f"{format_size(max(0, int(room_bytes)))} beside what is to stay free (keep_free)"
+                )
+            time.sleep(0.1)
+        self._refused_bytes = -math.inf
 
     def create_shard(
         self,

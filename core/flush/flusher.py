@@ -40,6 +40,7 @@ from tierfall.core.types.errors import (
     CapacityError,
     FencedError,
     FlushError,
+    KeptFreeError,
     LostWriteError,
     StorageFullError,
 )
@@ -156,7 +157,11 @@ class Flusher(Component):
         """Begin a copy that has room."""
         size = entry.own_bytes
         self._emit(events.FlushBegun, id=entry.id, tier=lane.tier, bytes=size, tries=lane.tries)
-        lane.begin(entry, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
+        # one rank asks for all that write to the same disk
+        is_asking = self._group.owns(lane.tier)
+        room_bytes = self._expected_bytes(lane.tier, entry) if is_asking else 0
+        leftover = (lane.tier, entry.id) in self._ledger.unfinished
+        lane.begin(entry, leftover=leftover, room_bytes=room_bytes)
         if self._group.decides:
             self._messages.announce_to_others(AdmittedCopy(), entry.id, lane.tier)
 
@@ -323,7 +328,10 @@ class Flusher(Component):
         entry, error = transfer.entry, transfer.error
         assert error is not None
         seconds = self._ledger.now_s - lane.began_s
-        self._emit(events.FlushFailed, id=entry.id, tier=lane.tier, reason=error, seconds=seconds)
+        if not isinstance(error, KeptFreeError):  # nothing was tried: room is made first
+            self._emit(
+                events.FlushFailed, id=entry.id, tier=lane.tier, reason=error, seconds=seconds
+            )
         entry.set_state(lane.tier, CopyState.ABSENT)
         if transfer.published:
             self._ledger.unfinished[lane.tier, entry.id] = entry.own_bytes
@@ -668,7 +676,7 @@ class Flusher(Component):
             begun = self._planner.deleter.request_delete(
                 lane.tier, decision.checkpoint, decision.reason, beside=ids
             )
-            if begun and lane.disk_full:
+            if begun and lane.disk_full and not isinstance(self._full[lane.tier], KeptFreeError):
                 self._log_deleted_for_disk(lane.tier, decision)
         lane.disk_full = False
         return True
@@ -741,7 +749,9 @@ class Flusher(Component):
             then = "all ranks give it up there"
         found = f"there is room for {format_size(free)}"
         if lane.disk_full:
-            found = f"the disk is full ({self._full[lane.tier]})"
+            why = self._full[lane.tier]
+            is_kept = isinstance(why, KeptFreeError)
+            found = "keep_free leaves no room for it" if is_kept else f"the disk is full ({why})"
         _, damaged = self._planner.deleter.damaged_for_room(self._ledger.view(), lane.tier)
         kept = ""
         if damaged:

@@ -126,8 +126,8 @@ class FlushLane:
 
     # Driving ---------------------------------------------------------------------------------------
 
-    def begin(self, entry: LedgerEntry, *, leftover: bool) -> None:
-        """Start a copy, for which there is room. ``leftover`` is as in ``OpenShard``."""
+    def begin(self, entry: LedgerEntry, *, leftover: bool, room_bytes: int) -> None:
+        """Start a copy, for which there is room. ``leftover`` and ``room_bytes`` are as in ``OpenShard``."""
         self.active = Transfer(entry=entry)
         self.began_s = self._ledger.now_s
         self.sources.clear()
@@ -149,6 +149,7 @@ class FlushLane:
                 geometry=entry.geometry,
                 pieces=entry.pieces,
                 leftover=leftover,
+                room_bytes=room_bytes,
                 source=source if needs_reading else None,
             )
         )

@@ -56,6 +56,8 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
 
     def check_begin(self, attempt: Attempt) -> None: ...
 
+    def check_room(self, needed_bytes: int) -> None: ...
+
     def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
 
     def commit(self, commit: Commit, *, attempt: Attempt) -> None: ...
@@ -92,7 +94,7 @@ class OpenShard:
 
     The outcome's value is the writer, and the manifest if it was read; or the commit record, where the checkpoint of
     ``attempt_id`` is committed there already. ``leftover``: a failed attempt left files, perhaps packed otherwise,
-    which are deleted first.
+    which are deleted first. KeptFreeError if ``room_bytes`` more leave less free than the tier is to keep.
     """
 
     tier: str
@@ -103,6 +105,7 @@ class OpenShard:
     pieces: Spliced | None
     source: CopySource | None
     leftover: bool = False
+    room_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -199,6 +202,64 @@ def test_a_disk_that_others_fill_is_reported_and_gets_what_it_is_owed_later(
         assert ckpt.drain(deadline=SOON_S).left == ()
     assert place.steps("disk") == place.steps("other") == [1, 2]
     assert place.restored().step == 2
+
+
+def test_a_disk_keeps_its_share_free_beside_what_others_write_there(
+    place: Place, mount: Callable[[Path, str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No write fails for it. The newest checkpoint stays, and then the disk gets no other."""
+    disk = place.root / "disk"
+    mount(disk, "2000k")
+    place.config(disk={"keep_free": "50%", "shared": True}, other={})
+
+    def free_bytes() -> int:
+        return os.statvfs(disk).f_bavail * 4096
+
+    with place.open() as ckpt:
+        held = []
+        for step in range(1, 12):
+            if step == 11:
+                (disk / "theirs").write_bytes(bytes(400 << 10))
+            ckpt.save(step, state_of(step)).wait("disk", timeout=SOON_S)
+            assert free_bytes() >= 960 << 10  # records beside the images are not counted
+            held.append(place.steps("disk"))
+            assert held[-1] == list(range(held[-1][0], step + 1))
+        assert 1 < len(held[-1]) < len(held[-2]) < 8
+        assert ckpt.statistics().flush_failures.get("disk", 0) == 0
+        assert not [r for r in caplog.records if "room" in r.getMessage()]
+        (disk / "theirs").write_bytes(bytes(free_bytes()))
+        handle = ckpt.save(12, state_of(12))
+        handle.wait("other", timeout=SOON_S)
+        wait_until(lambda: handle.exception() is not None, "it has no room")
+        assert "keep_free" in str(handle.exception())
+        assert place.steps("disk") == [11]
+        (disk / "theirs").unlink()
+        assert ckpt.drain(deadline=SOON_S).left == ()
+    assert place.steps("disk") == [11, 12]
+
+
+def test_a_deletion_that_the_disk_shows_late_is_not_followed_by_another(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, seen = place.root / "disk", list[tuple[float, int]]()
+
+    def late(folder: Any) -> SimpleNamespace:
+        """A disk of 2 MB; what was deleted within the last 0.3 s still takes room there."""
+        used = sum(path.stat().st_size for path in disk.rglob("*") if path.is_file())
+        seen.append((time.monotonic(), used))
+        used = max(size for at, size in seen if at > time.monotonic() - 0.3)
+        return SimpleNamespace(f_frsize=1000, f_blocks=2000, f_bavail=2000 - used // 1000)
+
+    place.config(disk={"keep_free": "1MB"})
+    with place.open() as ckpt:
+        monkeypatch.setattr("os.statvfs", late)
+        held = []
+        for step in range(1, 9):
+            ckpt.save(step, state_of(step)).wait("disk", timeout=SOON_S)
+            held.append(len(place.steps()))
+        monkeypatch.undo()
+    assert held == [min(step, max(held)) for step in range(1, 9)]
+    assert 3 < max(held) < 8
 
 
 def test_a_store_without_room_deletes_what_its_rules_allow(place: Place, store: Faulty) -> None:

@@ -377,6 +377,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (disk_of(evict="oldest"), "tiers[1].evict", r"\{order: oldest\}"),
     (disk_of(compress={"codec": "lz4"}), "tiers[1].compress.codec", "none, zstd, planes"),
     (store_of(path="s3://b"), "tiers[1].path", "write an address as url"),
+    (store_of(keep_free="10%"), "tiers[1].keep_free", "set capacity"),
+    (disk_of(keep_free="110%"), "tiers[1].keep_free", "more than the whole"),
+    (disk_of(keep_free="10"), "tiers[1].keep_free", "such as 16GiB"),
     # at the wrong level, or by the name of another program
     (run_of(verify="full"), "verify", "under capture"),
     (run_of(retain={"last": 3}), "retain", "key of a tier"),

@@ -124,6 +124,15 @@ def _bandwidth(value: int | str) -> int | float:
     return share
 
 
+def _free(value: int | str) -> int | float:
+    if not isinstance(value, str) or "%" not in value:
+        return units.parse_size_with_unit(value)
+    share = units.parse_share(value)
+    if share in (0, 1):
+        raise ConfigError("0% keeps nothing free, 100% no room; expected a share such as 10%")
+    return share
+
+
 def _wait(value: float | str) -> float:
     negative = isinstance(value, int | float) and value < 0
     seconds = 0.0 if negative else units.parse_duration(value)
@@ -303,6 +312,12 @@ Bandwidth = Annotated[
     _number_or_text(f"{units.RATE_PATTERN}|{units.SHARE_PATTERN}", type="integer", minimum=1),
 ]
 """Bytes per second as an int, or a share of the measured rate as a float."""
+Free = Annotated[
+    int | float,
+    BeforeValidator(_free),
+    _number_or_text(f"{units.SIZE_PATTERN}|{units.SHARE_PATTERN}", type="integer", minimum=1024),
+]
+"""Bytes as an int, or a share of the disk as a float."""
 Every = Annotated[
     int | float,
     BeforeValidator(parse_every),

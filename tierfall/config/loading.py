@@ -447,6 +447,7 @@ _INSTEAD: dict[Place, str] = {
     ("host", "path"): "write folder for the folder of its memory",
     ("file", "url"): "it is a key of an object tier: write kind: object, and no path",
     ("object", "path"): "write an address as url, and a folder as the path of a file tier",
+    ("object", "keep_free"): "a store has no disk that tells how much is free: set capacity",
     ("peer", "parity"): "write copies: N in its place, and any N nodes may be lost",
     ("capture", "mode", "auto"): "leave mode out for lazy, the default",
     (

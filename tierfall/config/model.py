@@ -491,7 +491,8 @@ class StoredTierConfig(_Tier):
 
     @model_validator(mode="after")
     def _read_only_has_no_keys_of_writing(self) -> Self:
-        of_writing = {*StoredTierConfig.__annotations__} - {"read_only", "shared", "read_bandwidth"}
+        of_writing = {*StoredTierConfig.__annotations__, "keep_free"}
+        of_writing -= {"read_only", "shared", "read_bandwidth"}
         given = sorted(of_writing & self.model_fields_set)
         if self.read_only and given:
             words = ", ".join(type(self).model_fields[name].alias or name for name in given)
@@ -517,6 +518,9 @@ class FileTierConfig(StoredTierConfig):
     """A folder."""
     path: fields.Folder = Field(examples=["./checkpoints"])
     """The folder."""
+    keep_free: fields.Free | None = Field(default=None, examples=["10%", "50GiB"])
+    """How much of its disk is to stay free, others' files included: for a copy that would take of it, older ones are
+    deleted first, as `evict` says. Absent: once a write has found the disk full."""
 
     @property
     def folder(self) -> Path:
@@ -565,6 +569,7 @@ class PeerTierConfig(FileTierConfig):
     )
     """Which checkpoints are sent: `every` alone."""
     # What is kept is one rule: the newest checkpoint that is whole, and the one that arrives.
+    keep_free: ClassVar[None] = None  # type: ignore[misc]
     shared: ClassVar[bool] = False  # type: ignore[misc]
     read_only: ClassVar[bool] = False  # type: ignore[misc]
     capacity_bytes: ClassVar[None] = None  # type: ignore[misc]

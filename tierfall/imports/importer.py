@@ -207,6 +207,7 @@ def import_state(
         assert attempt is not None, "the ranks of a command are one"
         check_step(tiers.listings, step, config.run, tiers.stores)  # by now
         first = next(tier.name for tier in tiers.config.written if tier.name in tiers.stores)
+        tiers.stores[first].check_room(size)
         id = _write(tiers, attempt, first, read, step, Progress(watch_one, size).add)
         done.append(first)
     for tier in (name for name in names if name != first):

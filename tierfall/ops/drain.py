@@ -443,12 +443,14 @@ class _Drain:
         send_them = partial(
             send, source, store, limits, shards, attempt=self._attempt, on_bytes=self._on_bytes
         )
-        try:
-            return send_them()
-        except StorageFullError:
-            if not self._evict(part, need, free=0):
-                raise
-            return send_them()
+        while True:
+            try:
+                if need:
+                    store.check_room(need)
+                return send_them()
+            except StorageFullError:
+                if not self._evict(part, need, free=0):
+                    raise
 
     def _of_others(
         self, part: _TierPart, source: Source, mine: Sequence[Shard]

@@ -388,6 +388,7 @@ def _copy(
     there = next(listing for listing in listings if listing.tier == tier)
     needed = source.commit.stored_bytes - there.unfinished.get(id, 0)
     check_room(config, there, needed, doing="copy to")
+    store.check_room(needed)
     commit = write_copy(source, store, config, attempt, counter.add)
     after = tuple(store.list() if listing is there else listing for listing in listings)
     return CopyResult(

@@ -42,6 +42,7 @@ from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, surviv
 from tierfall.core.types.view import TierRules
 from tierfall.setup.peers import PeerMemory, view_kept
 from tierfall.tiers.host import HostTier
+from tierfall.tiers.host_folder import measure_room
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.peers import PeerCache
 from tierfall.tiers.stored import StoredTier
@@ -336,6 +337,14 @@ def _store(
     read_only: str,
     is_bounded: bool = False,
 ) -> StoredTier:
+    def room_bytes() -> float:
+        if not isinstance(tier, FileTierConfig) or tier.keep_free is None:
+            return math.inf
+        disk = measure_room(tier.folder)
+        share = tier.keep_free if isinstance(tier.keep_free, float) else 0
+        kept = int(share * disk.file_system_bytes) or tier.keep_free
+        return disk.file_system_free_bytes - kept
+
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
     reads = RateLimiter(tier.read_bandwidth) if tier.read_bandwidth else None
@@ -355,6 +364,7 @@ def _store(
         names=backend.names if isinstance(backend, PosixBackend) else lambda folder: (),
         read_only=read_only,
         last_answer_s=lambda: answering.last_answer_s,
+        room_bytes=room_bytes,
     )
 
 
