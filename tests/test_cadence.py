@@ -54,6 +54,8 @@ class Loop:
             clock=lambda: self.now_s,
             images=lambda image_bytes: self.images,
             copying=lambda: self.copies_others,
+            began_s=self.now_s,
+            wall_time=lambda: self.now_s,
         )
 
     def run(self, steps: int) -> list[int]:
@@ -230,6 +232,43 @@ def test_what_is_gone_back_over_is_no_progress() -> None:
     loop.run(10)
     wall_s += 10 * 0.5
     assert loop.cadence.ettr() == pytest.approx(10 * 0.5 / wall_s)
+
+
+def test_the_ettr_of_a_run_counts_all_its_starts_what_they_lost_and_the_time_between() -> None:
+    rules = CadenceRules(every_steps=20, tiers=TIERS)
+    first = Loop(rules)
+    first.run(100)
+    saved = first.cadence.progress()  # of the checkpoint at step 100, whose cost is still to come
+    first.run(15)  # lost
+    second = Loop(rules, now_s=first.now_s + 60.0, step=100)
+    second.cadence.continue_from(100, earlier=saved)
+    second.run(50)
+    wall_s = second.now_s - 1000.0
+    kept_s = 150 * 0.5
+    assert second.cadence.run_ettr() == pytest.approx(kept_s / wall_s, rel=0.01)
+    second.step = 100
+    second.cadence.continue_from(
+        100, earlier=saved
+    )  # it goes back itself, and loses all it has done
+    second.run(10)
+    assert second.cadence.run_ettr() == pytest.approx(110 * 0.5 / (wall_s + 10 * 0.5), rel=0.01)
+    third = Loop(rules, step=110)
+    third.cadence.continue_from(110)  # from a checkpoint that does not know it
+    third.run(50)
+    assert third.cadence.run_ettr() is None
+    assert third.cadence.ettr() is not None
+
+
+def test_what_was_measured_survives_a_restart() -> None:
+    first = Loop(OVERHEAD)
+    first.run(400)
+    second = Loop(OVERHEAD, step=400)
+    second.cadence.continue_from(400, earlier=first.cadence.progress())
+    assert second.cadence.report().cost_s == first.cadence.report().cost_s
+    assert second.run(2 * STEPS) == [400 + STEPS, 400 + 2 * STEPS], "nothing is measured anew first"
+    second.step_s *= 2  # on another machine
+    second.run(400)
+    assert gaps(second.saved)[-1] < STEPS
 
 
 # What it costs --------------------------------------------------------------------------------------

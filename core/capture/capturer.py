@@ -398,6 +398,7 @@ def make_records(snapshot: Snapshot) -> tuple[bytes, bytes]:
         metrics=metrics,
         tags=snapshot.tags,
         not_finite=named_not_finite([*losses_not_finite(metrics), *not_finite]),
+        progress=snapshot.progress,
     )
     snapshot.manifest = manifest
     snapshot.commit = commit

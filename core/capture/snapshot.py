@@ -12,6 +12,7 @@ from tierfall.core.format.records import (
     ImagePlan,
     Lineage,
     Manifest,
+    Progress,
 )
 from tierfall.core.types.values import CheckpointId, SaveOutcome, Shard
 
@@ -106,6 +107,7 @@ class ReplicaShare:
 class Snapshot:
     """A save in flight. Only capture writes to it; it sets ``manifest`` and ``commit`` when the image is complete.
     ``lazy_bytes`` of the image are captured lazily; ``finite`` finds NaN in it (None: it is not looked for).
+    ``progress`` is that of the training.
 
     ``past_barrier``: every write to the state that began before the end of the capture has ended, and none was
     detected. The image may be sealed then.
@@ -125,6 +127,7 @@ class Snapshot:
     lazy: bool = False
     lazy_bytes: int = 0
     finite: FiniteSample | None = None
+    progress: Progress | None = None
     past_barrier: bool = True
     hashed: bool = False
     failed: bool = False

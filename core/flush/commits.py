@@ -281,6 +281,7 @@ class TierCommits(Component):
             metrics=entry.commit.metrics,
             tags=entry.commit.tags,
             not_finite=entry.commit.not_finite,
+            progress=entry.commit.progress,
         )
         self._messages.announce(facts, id, tier)
 
@@ -303,6 +304,7 @@ class TierCommits(Component):
             metrics=facts.metrics,
             tags=facts.tags,
             not_finite=facts.not_finite,
+            progress=facts.progress,
         )
         self._commit(entry, tier, commit)
 

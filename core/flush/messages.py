@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tierfall.core.format.records import NamedFile
+from tierfall.core.format.records import NamedFile, Progress
 from tierfall.core.ranks.message_tree import (
     DecisionAnnounced,
     MessagesGathered,
@@ -248,6 +248,7 @@ class CommitFacts(Message):
     metrics: Mapping[str, float]
     tags: tuple[str, ...]
     not_finite: tuple[str, ...] = ()
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,13 +185,35 @@ class NamedFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What was known of a training as of a save, in seconds; None: not known.
+
+    ``began_s``: since 1970, when its first start that saved was opened. ``kept_s``: the time in all its starts that
+    made progress which this checkpoint has, without what saves cost. ``step_s``, ``cost_s``: a step, and what a save
+    adds to it.
+    """
+
+    began_s: float
+    kept_s: float | None = None
+    step_s: float | None = None
+    cost_s: float | None = None
+
+    def ettr(self, wall_time_s: float) -> float | None:
+        """The effective training time ratio of the run: ``kept_s / (wall_time_s - began_s)``. That is the productive
+        time over the wall-clock time of all its starts together (Meta, HPCA'25, arXiv 2410.21680): saves, restores,
+        steps that are lost, and the time between two starts are not productive."""
+        wall_s = wall_time_s - self.began_s
+        return None if self.kept_s is None or wall_s <= 0 else min(1.0, self.kept_s / wall_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """The record whose presence makes a checkpoint exist on a tier.
 
     ``files`` has the image of every shard with its size, the manifests with their SHA-256, and, on a tier that packs
     images, the frame records with their SHA-256. ``metrics`` are rank 0's. ``owed`` names older checkpoints that could
     not be written to the tier until then and are still owed to it. ``not_finite`` names parameters, of any rank, whose
-    sample has NaN or an infinity, and ``metrics.NAME`` of such a loss.
+    sample has NaN or an infinity, and ``metrics.NAME`` of such a loss. ``progress`` is rank 0's, if it is known.
     """
 
     lineage: Lineage
@@ -203,6 +225,7 @@ class Commit:
     tags: tuple[str, ...] = ()
     owed: tuple[CheckpointId, ...] = ()
     not_finite: tuple[str, ...] = ()
+    progress: Progress | None = None
 
     @property
     def image_bytes(self) -> int:
@@ -217,7 +240,12 @@ class Commit:
         return next((file for file in self.files if file.name == name), None)
 
     def encode(self) -> bytes:
-        rare = {"owed": to_json(self.owed), "not_finite": list(self.not_finite)}
+        known = {} if self.progress is None else asdict(self.progress)
+        rare = {
+            "owed": to_json(self.owed),
+            "not_finite": list(self.not_finite),
+            "progress": {name: value for name, value in known.items() if value is not None},
+        }
         return documents.seal(
             {
                 **_lineage_members(self.lineage),
@@ -255,7 +283,14 @@ def parse_commit(data: bytes, *, what: str) -> Commit:
         not_finite=named_not_finite(
             reader.list_of("not_finite", str) if reader.has("not_finite") else ()
         ),
+        progress=_progress(JsonFields(reader.get("progress", dict), f"{what}: progress"))
+        if reader.has("progress")
+        else None,
     )
+
+
+def _progress(reader: JsonFields) -> Progress:
+    return Progress(**{f.name: reader.real(f.name) for f in fields(Progress) if reader.has(f.name)})
 
 
 def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:

@@ -77,23 +77,22 @@ def without_bad(
         passed.append(left.pop(0))
     if request.without or not left:  # it was reported
         return left
-    taken = f"step {left[0].id} has {_bad(left[0])}"
     for one in passed:
-        tally.add_skipped(f"step {one.id}", f"it has {_bad(one)}", one.id)
+        tally.add_skipped(f"step {one.id}", f"it is {_finiteness(one)}", one.id)
     if passed:
         logger.warning(
-            "%s: passes over step %s, with %s; %s, and is taken. To take the newest all the same, name it: step=%d",
-            request.operation, format_some([str(c.id) for c in passed]), _bad(passed[0]), taken, passed[0].id.step,
+            "%s: passes over step %s, %s, and takes step %s, %s. To take the newest all the same, name it: step=%d",
+            request.operation, format_some([str(c.id) for c in passed]), _finiteness(passed[0]),
+            left[0].id, _finiteness(left[0]), passed[0].id.step,
         )  # fmt: skip
     elif left[0].not_finite:
-        logger.warning("%s: %s", request.operation, taken)
+        logger.warning("%s: step %s is %s", request.operation, left[0].id, _finiteness(left[0]))
     return left
 
 
-def _bad(checkpoint: KnownCheckpoint) -> str:
-    return (
-        f"NaN or Inf in {format_some(sorted(checkpoint.not_finite)) or 'nothing that is looked at'}"
-    )
+def _finiteness(checkpoint: KnownCheckpoint) -> str:
+    bad = format_some(sorted(checkpoint.not_finite))
+    return f"with NaN or Inf in {bad}" if bad else "without NaN"
 
 
 def is_first_unread(listings: Sequence[Listing], request: RestoreRequest) -> bool:

@@ -166,6 +166,27 @@ def test_the_cadence_says_which_interval_and_why(place: Place) -> None:
     assert 0 < found.ettr <= 1
 
 
+def test_the_ettr_of_a_run_survives_its_starts_and_is_shown(place: Place) -> None:
+    place.config(run="bare")
+    place.save(1)
+    assert place.json("ls")["run_ettr"] is None, "nothing has timed its steps"
+    place.config(interval={"every": 4, "at_end": False})
+    began_s = time.time()
+    for first in (1, 9):
+        with place.open() as ckpt:
+            ckpt.restore(blank())
+            for step in range(first, first + 8):
+                time.sleep(0.005)
+                ckpt.maybe_save(step, state_of(step))
+            ckpt.drain()
+            found = ckpt.statistics()
+            kept_s = (found.run_ettr or 0.0) * (time.time() - began_s)
+    assert kept_s >= 2 * 7 * 0.005, "the time of both starts counts, but for a first step"
+    assert 0 < place.json("ls")["run_ettr"] <= 1
+    assert "(ETTR)" in place.cli("ls").out
+    assert "(ETTR)" in place.cli("watch", "--once").out
+
+
 def test_under_mtbf_each_tier_has_an_interval_of_its_own(place: Place) -> None:
     place.config(
         disk={},

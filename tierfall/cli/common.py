@@ -390,8 +390,10 @@ class RunFacts:
     @cached_property
     def statistics(self) -> Statistics:
         """The figures that a listing gives. ``peer_survival`` is of the time at which the newest checkpoint in peer
-        memory was committed; None if this node has nothing there that it saved."""
+        memory was committed; None if this node has nothing there that it saved. ``run_ettr`` is as of the newest
+        checkpoint."""
         start, safety = self.newest_attempt, self.safety
+        last = self.by_id[self.newest].commit if self.newest else None
         survival = None
         if self.config.peers is not None and start is not None and start.node_losses is not None:
             survival = peer_survival(safety, start.number, start.node_losses)
@@ -401,6 +403,7 @@ class RunFacts:
             capacity_bytes={tier.name: tier.capacity_bytes for tier in safety.tiers},
             loss_bound=loss_bounds(safety),
             peer_survival=survival,
+            run_ettr=last.progress.ettr(last.wall_time_s) if last and last.progress else None,
         )
 
     @cached_property

@@ -74,6 +74,7 @@ from tierfall.telemetry.reports import (
     CheckpointInfo,
     describe_peer_survival,
     format_bounds,
+    format_run_ettr,
     format_unread,
 )
 from tierfall.telemetry.status import (
@@ -210,7 +211,7 @@ def ls(answer: CommandOutput, last: int | None, metrics: bool) -> None:
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, facts, listing) for listing in facts.listings],
             "checkpoints": [members(known[id]) for id in shown if id in facts.by_id],
-            **members((trainer or facts).statistics, "loss_bound", "peer_survival"),
+            **members((trainer or facts).statistics, "loss_bound", "peer_survival", "run_ettr"),
         }
         if shown:
             all_names = sorted({m for one in known.values() for m in one.metrics})
@@ -312,6 +313,7 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
     found = (trainer or facts).statistics
     if trainer is not None or facts.known:
         yield from format_bounds(found.loss_bound, () if trainer else tuple(facts.unread))
+    yield from format_run_ettr(found.run_ettr)
     for tier in settings.stored:
         if tier.name in facts.not_created:
             yield describe_new(tier.name, tier.place)
@@ -511,6 +513,7 @@ class RunView:
             yield f"and {counted(more, 'older one', 'older ones')}"
         yield ""
         yield from format_bounds(seen.statistics.loss_bound, self.unread)
+        yield from format_run_ettr(seen.statistics.run_ettr)
         if (found := seen.statistics.peer_survival) is not None:
             yield describe_peer_survival(found, live=self.snapshot.live is not None)
         if len(self.snapshot.slots) > 1 and any(s.owner or s.status for s in self.snapshot.slots):

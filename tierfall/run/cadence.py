@@ -17,10 +17,11 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierfall.config import IntervalSection
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.format.records import Progress
 from tierfall.core.ranks.message_tree import (
     DecisionAnnounced,
     MessageTree,
@@ -88,9 +89,11 @@ class CadenceClock:
         images: Callable[[int], int],
         copying: Callable[[], bool],
         others: AnnouncedSteps | None = None,
+        began_s: float = 0.0,
+        wall_time: Callable[[], float] = time.time,
     ) -> None:
         """``images`` returns how many images of a size in bytes host memory holds, ``copying`` whether a copy is being
-        written now; ``others`` is there with several ranks."""
+        written now; ``others`` is there with several ranks. ``began_s`` is the ``wall_time`` of this start."""
         self._rules = rules
         self._clock = clock
         self._images = images
@@ -105,6 +108,9 @@ class CadenceClock:
         self._last_planned: int | None = None
         self._due_s = clock() + (rules.every_s or 0.0)
         self.meter = StepMeter(clock(), cycle=flush_cycle(rules.tiers))
+        self._wall_time = wall_time
+        self._earlier = Progress(began_s=began_s, kept_s=0.0)
+        """Of the checkpoint that the training continues from; ``kept_s`` is without what this start has kept."""
         self._images_now = 1
         self._choice = choose_interval(rules, self._measured())
 
@@ -121,9 +127,11 @@ class CadenceClock:
             self._others.on_saved(handle.step)
         self.meter.on_save(handle)
 
-    def continue_from(self, step: int | None, due: str | None = None) -> None:
+    def continue_from(
+        self, step: int | None, due: str | None = None, *, earlier: Progress | None = None
+    ) -> None:
         """Discard what is planned: the lineage continues from ``step`` (None: from nothing). ``due`` is why the next
-        step is to be saved, if it is."""
+        step is to be saved, if it is; ``earlier`` is known of the training up to there."""
         self._planned.clear()
         if self._others is not None:
             self._others.reset()
@@ -131,6 +139,11 @@ class CadenceClock:
         self._signal = due or self._signal
         self._due_s = self._clock() + (self._rules.every_s or 0.0)
         self.meter.rewind(step)
+        earlier = earlier or Progress(began_s=self._earlier.began_s)
+        if earlier.kept_s is not None:
+            earlier = replace(earlier, kept_s=earlier.kept_s - self.meter.kept_s)
+        self._earlier = earlier
+        self.meter.changed = True
 
     # Deciding --------------------------------------------------------------------------------------
 
@@ -193,7 +206,8 @@ class CadenceClock:
         steps = self._choice.interval_steps
         if steps is None:
             return
-        due = step if self.meter.saves == 0 else (self._last_planned or 0) + steps
+        first = self.meter.saves == 0 and self._choice.bound is IntervalBound.MEASURING
+        due = step if first else (self._last_planned or 0) + steps
         if soonest >= due and not (self._is_held_back() and step < due + PATIENCE_STEPS):
             self._add(max(due, soonest))
 
@@ -220,13 +234,15 @@ class CadenceClock:
             logger.info("interval: %s", self._choice.reason)
 
     def _measured(self) -> Measured:
-        meter = self.meter
+        """Return what this start has measured, and what an earlier one has where it has not yet."""
+        meter, earlier = self.meter, self._earlier
+        cost_s = earlier.cost_s if meter.cost_s is None else meter.cost_s
         return Measured(
-            step_s=meter.step_s,
-            cost_s=meter.cost_s,
+            step_s=meter.step_s or earlier.step_s,
+            cost_s=cost_s,
             foreground_s=meter.foreground_s,
             durable_s=meter.durable_s,
-            saved=meter.saves > 0,
+            saved=meter.saves > 0 or cost_s is not None,
             images=max(1, self._images(meter.image_bytes)) if meter.image_bytes else 1,
         )
 
@@ -238,6 +254,21 @@ class CadenceClock:
     def ettr(self) -> float | None:
         """See ``Statistics``."""
         return self.meter.ettr(self._clock())
+
+    def run_ettr(self) -> float | None:
+        """See ``Statistics``."""
+        return self.progress().ettr(self._wall_time())
+
+    def progress(self) -> Progress:
+        """Return what is known of the training by now."""
+        measured, before_s = self._measured(), self._earlier.kept_s
+        is_known = before_s is not None and self.meter.is_timed
+        return Progress(
+            began_s=self._earlier.began_s,
+            kept_s=(before_s or 0.0) + self.meter.kept_s if is_known else None,
+            step_s=measured.step_s,
+            cost_s=measured.cost_s,
+        )
 
     # Outputs ---------------------------------------------------------------------------------------
 

@@ -400,7 +400,8 @@ class Checkpointer:
         return replace(self._session.call(self._session.status.statistics), **self._of_cadence())
 
     def _of_cadence(self) -> dict[str, Any]:
-        return {"cadence": self._cadence.report(), "ettr": self._cadence.ettr()}
+        cadence = self._cadence
+        return {"cadence": cadence.report(), "ettr": cadence.ettr(), "run_ettr": cadence.run_ettr()}
 
     def metrics_dict(self) -> dict[str, float]:
         """Return the metrics of this rank for a tracker: numbers by flat keys, such as ``tierfall/saves`` and

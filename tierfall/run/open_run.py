@@ -174,6 +174,7 @@ class OpenRun:
         self.cadence = cadence.CadenceClock(
             cadence.rules_of(self.config.interval, tier_rules(self.config)),
             clock=time.monotonic,
+            began_s=session.attempt.wall_time_s,
             images=lambda image_bytes: (session.host.capacity_bytes or 0) // image_bytes,
             copying=lambda: any(lane.active for lane in session.coordinator.lanes.values()),
             others=announced,
@@ -265,6 +266,7 @@ class OpenRun:
             tags=tags,
             began_s=began_s,
             may_be_lazy=may_be_lazy,
+            progress=self.cadence.progress(),
             at_end=at_end or (self.session.displaced and not self.lineage.saved_any),
         )
         with self.saver.lock:
@@ -509,7 +511,7 @@ class OpenRun:
         if session.displaced:
             due = "memory has images of other ranks, which no rank can flush"
         self.forget_last()
-        self.cadence.continue_from(id.step, due)
+        self.cadence.continue_from(id.step, due, earlier=commit.progress)
 
     def report_again(self, id: CheckpointId) -> None:
         """Warn if the newest checkpoint was restored ``RESTORES_MAX`` times while no start has saved a good newer one:

@@ -44,7 +44,7 @@ from tierfall.core.capture.snapshot import (
 from tierfall.core.capture.spill import DeviceSlab
 from tierfall.core.flush.replicas import ReplicaAssigner
 from tierfall.core.flush.tasks import AssignmentRequest
-from tierfall.core.format.records import Attempt, Commit, Lineage, records_bytes_max
+from tierfall.core.format.records import Attempt, Commit, Lineage, Progress, records_bytes_max
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicaDigests, ReplicatedTensors
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.image.segments import Segmentation
@@ -95,6 +95,7 @@ class SaveCall:
     tags: Sequence[str] = ()
     may_be_lazy: bool = True
     at_end: bool = False
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +304,7 @@ class Saver:
             wall_time_s=time.time(),
             metrics=fixed,
             tags=tuple(call.tags),
+            progress=call.progress,
             node=self._session.node,
             share=image.share,
             lazy_bytes=plan.segments.lazy_bytes if plan.lazy else 0,

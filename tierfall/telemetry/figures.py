@@ -186,6 +186,7 @@ class Statistics:
         "effective training time ratio; in metrics, as of the last save by `maybe_save`",
         unit="share",
     )
+    run_ettr: float | None = _figure("the same over all starts and the time between", unit="share")
     durable_age_seconds: float | None = _figure(
         "time since any stored tier got a checkpoint; before the first one, since `open`",
         grows=True,

@@ -226,6 +226,15 @@ def format_bounds(bounds: Mapping[LossClass, LossBound], unread: Collection[str]
     return [*lines, f"not read: {', '.join(unread)}"] if unread else lines
 
 
+def format_run_ettr(ettr: float | None) -> list[str]:
+    """Format the effective training time ratio of a run, on one line; none while it is not known."""
+    if ettr is None:
+        return []
+    return [
+        f"{format_share(round(ettr, 3))} of the time since the run began is progress that is kept (ETTR)"
+    ]
+
+
 def format_unread(unread: Collection[str]) -> str:
     """Name the tiers that could not be read, to append to what was found on the others."""
     return f" (not read: {', '.join(unread)})" if unread else ""

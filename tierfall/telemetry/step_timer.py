@@ -338,7 +338,14 @@ class StepMeter:
         A step whose start was not timed counts as a clean one. The cost of a save that is under way is not included.
         """
         wall_s = now_s - self._began_s
-        if wall_s <= 0 or self._steps.last is None:
-            return None
-        unseen_s = self._progress.unseen * (self.step_s or 0.0)
-        return min(1.0, (self._progress.seconds + unseen_s) / wall_s)
+        return None if wall_s <= 0 or not self.is_timed else min(1.0, self.kept_s / wall_s)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether steps were recorded since open, or since the lineage went back."""
+        return self._steps.last is not None
+
+    @property
+    def kept_s(self) -> float:
+        """Seconds of this start that made progress which is not lost; see ``ettr``."""
+        return self._progress.seconds + self._progress.unseen * (self.step_s or 0.0)
