@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 
+from tierfall.core.types.lineage import may_replace
 from tierfall.core.types.units import format_count, format_duration, format_rate, format_size
 from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, LossClass, TierKind
 from tierfall.core.types.view import (
@@ -133,10 +134,16 @@ def _bound(view: View, lost: LossClass, step: int | None, step_s: float | None) 
 
 
 def _newest_surviving(view: View, lost: LossClass) -> tuple[CheckpointView, TierRules] | None:
-    """Return the newest live checkpoint that survives a loss, and the fastest tier that has it then."""
+    """Return the live checkpoint that a restore takes after a loss, the newest but for those with NaN, and the fastest
+    tier that has it then."""
     tiers = [tier for tier in view.tiers if tier.survives.covers(lost)]
+
+    def fastest(checkpoint: CheckpointView) -> TierRules | None:
+        return next((tier for tier in tiers if checkpoint.readable_on(tier.name)), None)
+
     for checkpoint in view.live:
-        for tier in tiers:
-            if checkpoint.readable_on(tier.name):
-                return checkpoint, tier
+        tier = fastest(checkpoint)
+        older = view.live if tier and checkpoint.not_finite else ()
+        if tier and not any(may_replace(c, checkpoint) for c in older if fastest(c)):
+            return checkpoint, tier
     return None

@@ -102,12 +102,15 @@ def _survives_newer(
     without: TierRules,
     gone: Set[CheckpointId],
 ) -> bool:
-    """Return whether a live checkpoint of that step or newer survives that loss by another copy."""
+    """Return whether a live checkpoint of that step or newer survives that loss by another copy. An older one does for
+    one with NaN that is left behind."""
     is_left = _is_being_abandoned(view, above)
     tiers = surviving(view, lost, without)
     for other in view.restorable_on(tiers):  # usually one of the newest decides
-        if other.id < above.id:
+        if other.id < above.id and not is_left:
             return False
+        if other.id < above.id and not gone_bad(above, other):
+            continue
         if not is_left and _is_being_abandoned(view, other):
             continue
         if gone_bad(other, above):

@@ -53,7 +53,9 @@ def test_a_restore_goes_back_to_the_newest_step_without_nan_and_says_so(
     noted = {1: (), 2: (), 3: (WEIGHT,), 4: (WEIGHT,)}
     assert {info.step: info.not_finite for info in infos} == noted
     assert {c["step"]: tuple(c["not_finite"]) for c in place.json("ls")["checkpoints"]} == noted
-    assert f"NaN or Inf in {WEIGHT}" in place.cli("ls").out
+    listed = place.cli("ls").out
+    assert f"NaN or Inf in {WEIGHT}" in listed
+    assert "if the process dies: 2@1 is left" in listed, "where a restart continues"
     assert f"NaN or Inf in {WEIGHT}" in place.cli("show", "4").out
     assert tierfall.load(place.yaml)["model"]["0.weight"].isfinite().all()
     report = restored(place)
@@ -92,6 +94,15 @@ def test_no_rule_deletes_the_good_step_while_all_newer_ones_are_bad(place: Place
     save(place, 3, 4)
     left = [c["step"] for c in place.json("ls")["checkpoints"] if "disk" in c["copies"]]
     assert left == [4], "the good one is needed no more"
+
+
+def test_a_tier_with_room_for_two_takes_each_start_that_goes_bad_again(place: Place) -> None:
+    place.config()
+    (info,) = save(place, 1)
+    place.config(disk={"capacity": int(2.5 * info.bytes)})
+    for _ in range(3):  # a copy that finds no room raises
+        save(place, 2, bad=(2,))
+    assert restored(place).step == 1
 
 
 class Masked(nn.Module):

@@ -355,7 +355,13 @@ def log_open(session: Session) -> None:
 def _describe_newest(session: Session, newest: tuple[CheckpointId, list[str]] | None) -> str:
     if newest is None:
         return _nothing_whole(session)[0]
-    return f"its newest checkpoint is {newest[0]}, on {', '.join(newest[1])}"
+    entry = session.coordinator.ledger.entries.get(newest[0])
+    bad = (
+        f", with NaN or Inf in {format_some(entry.not_finite)}"
+        if entry and entry.not_finite
+        else ""
+    )
+    return f"its newest checkpoint is {newest[0]}, on {', '.join(newest[1])}{bad}"
 
 
 def _find_newest(
@@ -394,6 +400,8 @@ def log_newest(
         return
     found = _describe_newest(session, newest)
     restart = "a restart continues there" if newest else _nothing_whole(session)[1]
+    if "NaN" in found:
+        restart += ", or at an older one without"
     if unread := [x.tier for x in session.tiers.listings if x.error is not None]:
         restart = f"not read at the start: {', '.join(unread)}"
     if early and session.coordinator.fenced is None:

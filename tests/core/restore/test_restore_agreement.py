@@ -74,6 +74,21 @@ def lost(tiers: Tiers) -> None:
             del tiers.found[tier, id]
 
 
+def test_nan_in_the_memory_of_one_rank_takes_all_ranks_to_an_older_step() -> None:
+    ranks = several(3)
+    put_parts(ranks, "nvme", 4)
+    for rank, tiers in enumerate(ranks):
+        made = sharded(5, rank, 3)
+        bad = ("w",) if rank == 2 else ()
+        tiers.put("host", replace(made, commit=replace(made.commit, not_finite=bad)))
+    decision = chosen(ranks)
+    assert steps(decision) == ["4@1"]
+    assert [(f.what, f.reason) for f in decision.fallbacks] == [
+        ("step 5@1", "it is with NaN or Inf in w")
+    ]
+    assert steps(chosen(ranks, step=5)) == ["5@1"]
+
+
 # What is whole ---------------------------------------------------------------------------------------
 
 
