@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 import tierfall
 from tests.stuck_tier import StuckTier
-from tierfall.backends.posix.backend import PosixBackend
 
 MiB = 1 << 20
 
@@ -55,27 +53,6 @@ def test_a_save_that_waits_for_memory_and_a_close_that_flushes_say_why(
     assert caplog.messages[-1] == "run r is closed; its newest checkpoint is 3@1, on disk"
 
 
-def test_a_long_restore_reports_its_progress(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with tierfall.open(config(tmp_path)) as ckpt:
-        ckpt.restore(state(0))
-        ckpt.save(1, state(1), block=True)
-    real = PosixBackend.read_into
-
-    def slow(backend: PosixBackend, *args: Any) -> Any:
-        time.sleep(0.2)
-        return real(backend, *args)
-
-    monkeypatch.setattr(PosixBackend, "read_cached", lambda *args: False)
-    monkeypatch.setattr(PosixBackend, "read_into", slow)
-    with tierfall.open(config(tmp_path)) as ckpt:
-        assert ckpt.restore(state(0)) is not None
-    lines = [m for m in caplog.messages if m.startswith("restore: waiting for")]
-    assert lines
-    assert " from disk is read so far" in lines[-1]
-
-
 def test_an_open_that_waits_for_a_tier_names_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,4 +72,6 @@ def test_what_takes_no_second_is_not_logged(
     with tierfall.open(config(tmp_path)) as ckpt:
         ckpt.restore(state(0))
         ckpt.save(1, state(1), block=True)
+        ckpt.restore(state(0))
     assert "waiting for" not in caplog.text
+    assert "restore" not in caplog.text

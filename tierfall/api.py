@@ -31,6 +31,7 @@ from tierfall.run.open_run import damage_reporter, failed_by_exception, open_run
 from tierfall.run.saver import as_step
 from tierfall.setup.pointer import Pointer
 from tierfall.setup.tiers import SHARD
+from tierfall.telemetry.progress import reading
 
 logger = logging.getLogger("tierfall")
 _YAML = (".yaml", ".yml")
@@ -163,15 +164,16 @@ def _load_config(
             images = reader.opener()
             return CheckpointReader(checkpoint, tiers, images, tally, chunks_max=LOAD_CHUNKS)
 
-        restored = fill_first(
-            choose_now,
-            request,
-            tally,
-            make_plan=plan,
-            shard=shard,
-            make_reader=open_now,
-            resize=ResizeRules(values_of=0),
-        )
+        with reading("load", tally, lambda: reader.memory_folder):
+            restored = fill_first(
+                choose_now,
+                request,
+                tally,
+                make_plan=plan,
+                shard=shard,
+                make_reader=open_now,
+                resize=ResizeRules(values_of=0),
+            )
         if restored is None:
             raise RestoreError(f"load: {config.run} holds no checkpoint")
         restored.plan.finish()

@@ -226,7 +226,9 @@ class CheckpointReader:
             threads = max(threads, min(ring.count - 1, ring.threads))
         if threads_max:
             threads = max(1, min(threads_max, ring.count, 2 * BUFFER_BYTES // largest))
-        read_fills(parts, chunks, threads, ring.pool, ring.streams)
+        ranges = (parts[key].reader.manifest.chunk_range(index) for key, index in chunks)
+        self.tally.on_planned(sum(end - start for start, end in ranges))
+        read_fills(parts, chunks, threads, ring.pool, ring.streams, self.tally.on_bytes)
 
     def close(self) -> None:
         """End the reading of this checkpoint, on which all ranks have agreed."""

@@ -37,7 +37,6 @@ from tierfall.core.types.errors import (
     NotSupportedError,
     TierfallError,
 )
-from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
@@ -68,7 +67,8 @@ class ReadTally:
 
     It is shared by the reading threads. ``found_damage`` is called once for each copy that does not match its digests
     or is missing, by any of these threads. ``found_unread`` is called for each checkpoint that could not be read, and
-    was not restored for that: no rule may delete it. ``on_bytes`` is called with the bytes of each chunk that is read.
+    was not restored for that: no rule may delete it. ``on_planned`` is called with the bytes that are to be read from
+    then on, ``on_bytes`` with those of each chunk once its targets are filled.
     """
 
     bytes: dict[str, int] = field(default_factory=dict)
@@ -76,6 +76,7 @@ class ReadTally:
     fallbacks: list[Fallback] = field(default_factory=list)
     found_damage: FoundDamage = lambda *found: None
     found_unread: Callable[[CheckpointId], None] = lambda id: None
+    on_planned: Callable[[int], None] = lambda count: None
     on_bytes: Callable[[int], None] = lambda count: None
     damaged: set[tuple[str, CheckpointId]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -83,20 +84,11 @@ class ReadTally:
     def read(self, tier: str, bytes: int) -> None:
         with self.lock:
             self.bytes[tier] = self.bytes.get(tier, 0) + bytes
-        self.on_bytes(bytes)
 
     def add_received(self, tier: str, rank: int, bytes: int) -> None:
         """Add bytes that another rank read from the tier and sent."""
         with self.lock:
             self.received[tier, rank] = self.received.get((tier, rank), 0) + bytes
-
-    def describe(self) -> str:
-        """Return how much was read so far, and from where."""
-        with self.lock:
-            read = [f"{format_size(n)} from {tier}" for tier, n in self.bytes.items()]
-            received = sum(self.received.values())
-        read += [f"{format_size(received)} from other ranks"] if received else []
-        return f"{', '.join(read) or 'nothing'} is read so far"
 
     def add_skipped(self, what: str, reason: object, id: CheckpointId | None = None) -> None:
         with self.lock:
@@ -216,9 +208,10 @@ def read_fills(
     threads: int,
     pool: BufferPool,
     streams: Streams,
+    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Fill the targets of every fill from ``chunks``, begun in this order, each given by the key of its image and its
-    number. Raises the first failure once all threads have stopped.
+    number; ``on_bytes`` is called with the bytes of each. Raises the first failure once all threads have stopped.
 
     When it returns or raises, no copy is in progress. Work queued on a target's device afterwards runs after the
     copies.
@@ -233,6 +226,7 @@ def read_fills(
         low, high = reader.manifest.chunk_range(index)
         with pool.lend(high - low) as buffer:
             read_chunk_to_targets(reader, index, writers[key], copies, buffer)
+        on_bytes(high - low)
 
     try:
         run_in_threads(threads, read, range(len(chunks)))

@@ -31,7 +31,6 @@ RARELY = {
     "already",
     "forgotten_by",
     "capacity_bytes",
-    "owner",
 }
 """Fields of which these commands print no value here."""
 OWN = {"demo", "schema"}
@@ -154,7 +153,7 @@ def test_the_page_has_what_is_printed_beside_a_trainer_and_after_its_death(
     page.check(cli.json("watch", "--once"), "watch")
     page.check(cli.json("drain", "--all"), "drain---all")
     page.check(cli.json("drain"), "drain")
-    rare = {("watch", "peer_survival"), ("slot", "failure")}
+    rare = {("watch", "peer_survival"), ("watch", "progress"), ("slot", "failure")}
     rare |= {("loss", "restore_s"), ("loss", "seconds_lost")}
     assert page.unseen("watch", "transfer", "slot", "owner", "loss") <= rare
     assert ("copy-of-a-checkpoint", "fraction") in page.seen

@@ -70,7 +70,7 @@ def test_a_first_start_is_not_held_up_and_what_is_there_is_not_brought_twice(pla
     assert restored_from(place) == (2, ["nvme"])
     before = files_below(place.root / "nvme")
     again = place.json("prefetch")
-    assert (again["tier"], again["holding"]) == (None, ["nvme"])
+    assert (again["tier"], again["already"]) == (None, True)
     assert files_below(place.root / "nvme") == before
     assert place.json("prefetch", "1")["step"] == 1
     assert place.steps("nvme") == [1, 2]
@@ -127,9 +127,8 @@ def test_beside_a_trainer_of_another_node_and_of_this_one(
         """
     )
     assert trainer.line() == "saved", trainer.errors()
-    beside = place.json("prefetch")
-    assert beside["owner"]["pid"] == trainer.pid
-    assert (beside["step"], beside["tier"]) == (None, None)
+    beside = place.cli("prefetch")
+    assert f"a trainer owns it here (process {trainer.pid} " in beside.out
     place.write(here)
     if shared is None:
         (place.root / "nvme").mkdir()
@@ -186,7 +185,7 @@ def test_the_fastest_disk_with_room_gets_it(place: Place) -> None:
     refused = place.cli("prefetch", code=1)
     assert "prefetch to nvme: it needs" in refused.err
     assert "prefetch to nvme2: it needs" in refused.err
-    assert place.json("prefetch", "--to", "far")["holding"] == ["far"]
+    assert place.json("prefetch", "--to", "far")["already"]
     assert "only the trainer writes" in place.cli("prefetch", "--to", "host", code=2).err
     place.config(far=FAR)
     assert "no tier is a disk of this node" in place.cli("prefetch").out

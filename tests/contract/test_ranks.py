@@ -70,7 +70,7 @@ def test_a_node_with_a_new_disk_gets_its_part_before_the_ranks_start(
         shutil.rmtree(tmp_path / f"memory-{node}")
     shutil.rmtree(tmp_path / "nvme-1")
     held = json.loads(command(folder, "prefetch", "--json").out)
-    assert (held["tier"], held["holding"], held["ranks"]) == (None, ["nvme"], [0, 1])
+    assert (held["tier"], held["already"], held["ranks"]) == (None, True, [0, 1])
     done = json.loads(command(folder, "prefetch", "--node", "1/2", "--json", node="1").out)
     assert (done["tier"], done["ranks"], done["problems"]) == ("nvme", [2, 3], [])
     images = {path.name for path in step_folder(tmp_path, "nvme-1", 1).glob("*.safetensors")}

@@ -7,6 +7,7 @@ checkpoints.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,7 +23,6 @@ from tierfall.cli.common import (
     describe_new,
     load_settings_of_all,
     table,
-    watched,
     with_tier,
 )
 from tierfall.cli.usage import Exit, refuse
@@ -76,7 +76,7 @@ def check(
     if size > SIZE_MAX_BYTES:
         refuse(f"--size: expected {format_size(SIZE_MAX_BYTES)} at most", Exit.USAGE)
     facts = RunFacts.read(settings)
-    shown = watched(answer.as_json)
+    shown = not answer.as_json and sys.stdout.isatty()
     console = Console(quiet=not shown, force_terminal=shown)
     with console.status("check", spinner="line") as status:
         tiers = measure(settings, size, lambda name: status.update(f"check: {name}"))

@@ -34,7 +34,7 @@ from tierfall.cli.common import (
     name_other_runs,
     of_this_user,
     owner_members,
-    progress_bar,
+    showing,
     table,
     with_tier,
 )
@@ -65,7 +65,6 @@ from tierfall.core.types.view import Decision, Verdict
 from tierfall.export.export import export as export_checkpoint
 from tierfall.export.output import DTYPES, ExportOptions, format_of
 from tierfall.ops import commands, sync
-from tierfall.ops.commands import Progress
 from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
 from tierfall.ops.prefetch import NodePart, PrefetchResult
@@ -81,6 +80,7 @@ from tierfall.ops.verify import (
     record_damage,
 )
 from tierfall.setup.places import run_folder
+from tierfall.telemetry.progress import Progress
 
 UNREAD = "Kept copies were not read; they count as good by their commit records. 'tierfall verify' reads them."
 _DONE = {
@@ -285,7 +285,7 @@ def prune(answer: CommandOutput, dry_run: bool) -> None:
         pruned = commands.PruneResult(decisions=planned, unread=commands.unread(listings))
     else:
         facts.warn_if_elsewhere()
-        with progress_bar("prune", as_json=answer.as_json) as watch:
+        with showing("prune", settings) as watch:
             pruned = commands.prune(settings, watch)
     answer.document = {
         "run": settings.run,
@@ -404,7 +404,7 @@ def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) ->
         if not answer.as_json:  # on stderr, while the drain runs
             typer.echo(f"in at most {format_duration(deadline_s or 0.0)} {line}", err=True)
 
-    with progress_bar("drain", as_json=answer.as_json) as watch:
+    with showing("drain", settings) as watch:
         drained = drain_run(settings, deadline_s, watch, report_forecast)
     _report_drain(answer, settings, drained)
     return _document_of(settings.run, drained, forecast)
@@ -551,7 +551,7 @@ def verify(
         repairer = Repairer(reader, listings) if repair else None
         if repair:
             facts.warn_if_elsewhere()
-        with progress_bar("verify", as_json=answer.as_json) as watch:
+        with showing("verify", settings) as watch:
             report = check_run(reader, listings, scope, Progress(watch, total).add, repairer)
         report = replace(report, notes=(*report.notes, *record_damage(settings, listings, report)))
     repairs = None if repairer is None else repairer.repairs
@@ -647,7 +647,7 @@ def copy(answer: CommandOutput, steps: list[StepName], to: str) -> None:
         try:
             with (
                 naming_unread_tiers(answer, facts),
-                progress_bar(f"copy {id}", as_json=answer.as_json) as watch,
+                showing(f"copy {id}", settings) as watch,
             ):
                 copied = sync.copy(settings, id, to, watch)
         except CommandRefused as refusal:
@@ -699,15 +699,14 @@ def prefetch(
     )
     run, owner = settings.run, find_owner_of(settings)
     if owner is None:
-        with progress_bar("prefetch", as_json=answer.as_json) as watch:
+        with showing("prefetch", settings) as watch:
             done = bring(settings, request, to=to, part=node, watch=watch)
     else:
         done = PrefetchResult()
     answer.document = {
         "run": run,
         **(members(done, "id") if done.id else {"step": None, "attempt": None}),
-        **members(done, "tier", "holding", "ranks", "bytes", "sources", "notes"),
-        "owner": owner_members(owner),
+        **members(done, "tier", "already", "ranks", "bytes", "sources", "decided", "notes"),
     }
     if owner is not None:
         answer.show(f"run {run}: a trainer owns it here ({owner}): nothing is to be brought")
@@ -822,7 +821,7 @@ def export(
         tiers = [name for name in held if tier in (None, name)]
         with (
             naming_unread_tiers(answer, facts, lambda: _dropped(reader, checkpoint.id, tiers)),
-            progress_bar("export", as_json=answer.as_json) as watch,
+            showing("export", settings) as watch,
         ):
             exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch)
     answer.document = {"run": settings.run, **members(exported)}
@@ -858,7 +857,7 @@ def import_(answer: CommandOutput, path: Path, as_step: int, entry: str | None) 
     check_ownerless(settings, "import", why)
     with RunReader(settings) as reader:
         new = reader.list_with_new()[1]
-    with progress_bar("import", as_json=answer.as_json) as watch:
+    with showing("import", settings) as watch:
         imported = import_state(settings, read, as_step, watch)
     answer.document = {"run": settings.run, "path": str(path), **members(imported)}
     answer.show(

@@ -1,4 +1,4 @@
-"""What all commands share beside their arguments: output and the progress bar; the configuration, and ``RunFacts``, one
+"""What all commands share beside their arguments: output and progress; the configuration, and ``RunFacts``, one
 listing of all tiers of a run.
 
 A command prints its output once, at the end: tables and sentences for a person, or one JSON document and nothing else
@@ -16,14 +16,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
 from rich.console import Console
-from rich.progress import Progress, TransferSpeedColumn
 from rich.text import Text
 
 from tierfall.cli.usage import (
@@ -48,7 +47,6 @@ from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.ops.commands import (
-    Watch,
     restorable,
     unread,
     view_of,
@@ -57,10 +55,11 @@ from tierfall.ops.commands import (
 from tierfall.ops.reader import RunReader, config_of_place, find_owner_of, find_runs
 from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.policies.retention import plan_retention
-from tierfall.setup.places import seen_by_one
+from tierfall.setup.places import run_folder, seen_by_one
 from tierfall.setup.start import newest_attempt
 from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.figures import Statistics
+from tierfall.telemetry.progress import LINE_EVERY_S, Watch, shown
 from tierfall.telemetry.reports import CheckpointInfo, CopyInfo, format_unread
 
 T = TypeVar("T")
@@ -256,11 +255,6 @@ def rough_duration(seconds: float) -> str:
     return " ".join(format_duration(round(seconds)).split()[:2])
 
 
-def watched(as_json: bool) -> bool:
-    """Whether to show progress: stdout is a terminal, and no JSON is requested."""
-    return not as_json and sys.stdout.isatty()
-
-
 def counted(count: int, one: str, many: str) -> str:
     """Format a count with its noun: ``1 copy``, ``2 copies``."""
     return f"{count} {one if count == 1 else many}"
@@ -276,13 +270,15 @@ def describe_new(tier: str, place: str) -> str:
     return f"{tier}: {place} is not created yet: the first training creates it"
 
 
-@contextmanager
-def progress_bar(label: str, *, as_json: bool) -> Iterator[Watch]:
-    """Show a progress bar with rate and time left, if a person is watching; give what moves it, from any thread."""
-    columns = (*Progress.get_default_columns(), TransferSpeedColumn())
-    with Progress(*columns, transient=True, disable=not watched(as_json)) as progress:
-        task = progress.add_task(label, total=0)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+def showing(what: str, settings: Config) -> AbstractContextManager[Watch]:
+    """Show the progress of a command; give what moves it, from any thread."""
+
+    def say(line: str) -> None:
+        if not sys.stderr.isatty():  # else it is drawn there
+            print_problem(line)
+
+    folder = partial(run_folder, settings, settings.run)
+    return shown(what, folder, say, first_s=LINE_EVERY_S)
 
 
 # What is read of a run ------------------------------------------------------------------------------

@@ -490,6 +490,7 @@ class RunView:
             **status.model_dump(mode="json", include={"checkpoints_known", "transfers"}),
             **(to_json(of_run(found)) if self.snapshot.live is not None else {}),
             **members(found, "newest", "loss_bound", "peer_survival"),
+            "progress": list(self.snapshot.progress),
             "events": list(self.snapshot.events),
         }
 
@@ -505,6 +506,7 @@ class RunView:
         if seen.transfers:
             yield ""
             yield _transfer_table(seen.transfers)
+        yield from self.snapshot.progress
         rows = min(rows_max, len(seen.checkpoints))
         if rows:
             yield ""

@@ -53,7 +53,7 @@ from tierfall.export.structure import (
     plan_carried,
     select,
 )
-from tierfall.ops.commands import Watch
+from tierfall.telemetry.progress import Watch
 
 __all__ = ["ExportFormat", "ExportOptions", "ExportResult", "export"]
 

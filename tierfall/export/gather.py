@@ -39,7 +39,7 @@ from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId
 from tierfall.export.output import CAST
 from tierfall.export.structure import StatePart
-from tierfall.ops.commands import Progress, Watch
+from tierfall.telemetry.progress import Progress, Watch
 
 CHUNKS_MAX = 2
 """How many chunks may be in memory at once."""

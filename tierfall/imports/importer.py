@@ -41,8 +41,6 @@ from tierfall.imports.dcp_files import DcpFolder
 from tierfall.imports.own_exports import read_image, read_own_dcp, read_own_torch
 from tierfall.imports.sources import find_source, read_safetensors, read_torch
 from tierfall.ops.commands import (
-    Progress,
-    Watch,
     check_room,
     owned_tiers,
     trained_elsewhere,
@@ -55,6 +53,7 @@ from tierfall.run.saver import SavingLineage
 from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.setup.places import seen_by_one
 from tierfall.setup.start import take_attempt
+from tierfall.telemetry.progress import Progress, Watch
 
 logger = logging.getLogger("tierfall")
 _MODEL = "model"

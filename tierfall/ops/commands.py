@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,6 +58,7 @@ from tierfall.setup.tiers import (
     open_stores,
     tier_rules,
 )
+from tierfall.telemetry.progress import Progress, Watch
 from tierfall.telemetry.status import remove_status
 from tierfall.tiers.host import lock_name
 from tierfall.tiers.host_folder import prepare_folder
@@ -69,23 +69,6 @@ logger = logging.getLogger("tierfall")
 
 STAY = 2
 """So many of the newest copies that stay on a tier are looked at before others are deleted there."""
-Watch = Callable[[int, int], None]
-"""Called with bytes done and bytes in total."""
-
-
-class Progress:
-    """Counts the bytes that several threads have done, and reports them with ``total``, the bytes in total."""
-
-    def __init__(self, watch: Watch, total: int) -> None:
-        self._watch = watch
-        self.total = total
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count  # what was tried again counts twice
-            self._watch(min(self._done, self.total), self.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

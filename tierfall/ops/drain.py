@@ -37,8 +37,6 @@ from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.core.types.view import ArrivalOutlook, DrainDecision, View
 from tierfall.ops.commands import (
-    Progress,
-    Watch,
     check_room,
     good_on,
     unread,
@@ -70,6 +68,7 @@ from tierfall.setup.tiers import (
     open_stores,
     shared_setting,
 )
+from tierfall.telemetry.progress import Progress, Watch
 from tierfall.tiers.host import SealedImage, image_files
 from tierfall.tiers.stored import StoredTier
 

@@ -19,7 +19,7 @@ from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.types.errors import CapacityError, IntegrityError, StepError, TierfallError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.commands import Progress, Watch, check_room
+from tierfall.ops.commands import check_room
 from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import (
     add_decided,
@@ -33,6 +33,7 @@ from tierfall.ops.sync import (
     write_copy,
     writing_attempt,
 )
+from tierfall.telemetry.progress import Progress, Watch
 
 NodePart = tuple[int, int]
 """The number of this node, from 0, and how many nodes there are: of the ranks in their order it has its part."""
@@ -41,8 +42,8 @@ NodePart = tuple[int, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchResult:
     """The outcome of a prefetch. Without ``id`` there is no checkpoint yet. ``tier`` got its images of ``ranks``, of so
-    many ``bytes``; None: nothing was to be done, as the tiers ``holding`` have them, or as a note says. ``sources`` are
-    the bytes read, by tier."""
+    many ``bytes``; None: nothing was to be done, as the tiers ``holding`` have them, or as a note says. ``sources`` and
+    ``decided`` are as in a ``CopyResult``."""
 
     id: CheckpointId | None = None
     tier: str | None = None
@@ -50,7 +51,12 @@ class PrefetchResult:
     ranks: tuple[int, ...] = ()
     bytes: int = 0
     sources: Mapping[str, int] = field(default_factory=dict)
+    decided: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def already(self) -> bool:
+        return bool(self.holding)
 
 
 def prefetch(
@@ -186,7 +192,7 @@ class _Prefetch:
                 if not store.is_committed(id):  # else it has images of other ranks
                     store.discard(id, attempt=attempt)
                 raise
-            add_decided(store, decided_in(listings).of(id, checkpoint.attempt_id))
+            decided = add_decided(store, decided_in(listings).of(id, checkpoint.attempt_id))
             after = tuple(store.list() if listing is there else listing for listing in listings)
             notes = (
                 *(f"skipped: {f.what}: {f.reason}" for f in source.images.tally.fallbacks),
@@ -195,7 +201,13 @@ class _Prefetch:
             )
         sources = dict(source.images.tally.bytes)
         return PrefetchResult(
-            id=id, tier=tier, ranks=ranks, bytes=total, sources=sources, notes=notes
+            id=id,
+            tier=tier,
+            ranks=ranks,
+            bytes=total,
+            sources=sources,
+            decided=decided,
+            notes=notes,
         )
 
     def _check_tier(self, there: Listing, total: int) -> None:

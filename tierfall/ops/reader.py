@@ -55,6 +55,7 @@ from tierfall.setup.tiers import (
     open_stores,
 )
 from tierfall.telemetry.journal import LogTail
+from tierfall.telemetry.progress import progress_in
 from tierfall.telemetry.status import Status, read_status, remove_status
 from tierfall.tiers.host import HostTier, SealedImage, held_bytes, image_files, lock_name
 from tierfall.tiers.host_folder import default_folder
@@ -563,7 +564,8 @@ def _same(owner: LockOwner, status: Status) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """The processes of a run at one moment. ``problems`` name what could not be read. ``live`` is the status of the
+    """The processes of a run at one moment. ``problems`` name what could not be read, ``progress`` has a line for each
+    restore or command that moves bytes. ``live`` is the status of the
     living process of the lowest rank; without one, ``last_status`` is that of the lowest rank."""
 
     wall_time_s: float
@@ -572,6 +574,7 @@ class RunSnapshot:
     last_status: Status | None
     events: tuple[dict[str, Any], ...]
     problems: tuple[str, ...]
+    progress: tuple[str, ...] = ()
 
     @property
     def owner(self) -> LockOwner | None:
@@ -612,6 +615,7 @@ class Watcher:
             last_status=last,
             events=tuple(self._events) or (shown.events if shown else ()),
             problems=tuple(problems),
+            progress=progress_in(self._folder),
         )
 
     def living_statuses(self) -> tuple[Status, ...]:

@@ -57,8 +57,6 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.core.types.view import Verdict
 from tierfall.ops.commands import (
-    Progress,
-    Watch,
     check_room,
     owned_folder,
     trained_elsewhere,
@@ -68,6 +66,7 @@ from tierfall.ops.reader import RunReader
 from tierfall.policies.retention import plan_retention
 from tierfall.setup.start import attempt_of, newest_attempt
 from tierfall.setup.tiers import ANSWER_S, close_stores, lane_limits, open_stores
+from tierfall.telemetry.progress import Progress, Watch
 from tierfall.tiers.stored import StoredTier
 
 T = TypeVar("T")

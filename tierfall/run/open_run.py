@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,6 +50,7 @@ from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
 from tierfall.setup.places import run_folder, runs_in
 from tierfall.setup.start import all_ranks_or_none, on_all_ranks, take_attempt
 from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers, tier_rules
+from tierfall.telemetry.progress import reading
 from tierfall.telemetry.step_timer import StepClock
 
 T = TypeVar("T")
@@ -408,12 +409,17 @@ class OpenRun:
 
         Raises RestoreError where no candidate can be read whole.
         """
-        session, tally = self.session, self.session.new_tally()
-
+        tally = self.session.new_tally()
         choose_now = partial(self.candidates, tally=tally)
         how = {"make_reader": self.reader, "together": self.barrier()}
-        with session.holds.hold("restore", tally.describe, level=logging.INFO):
+        with self.showing(request.operation, tally):
             return read_first(choose_now, request, tally, **how)
+
+    def showing(self, doing: str, tally: ReadTally) -> AbstractContextManager[None]:
+        """Show the progress of what is read by a tally, one line a job: on rank 0."""
+        if not self.session.ranks.topology.is_root:
+            return nullcontext()
+        return reading(doing, tally, lambda: self.session.tiers.memory.folder)
 
     def warn_of_other_runs(self) -> None:
         if not self.session.ranks.topology.is_root:

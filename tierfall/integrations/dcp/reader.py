@@ -201,7 +201,7 @@ class TierReader(PlansUnchanged, StorageReader):
         named = replace(self._request(), step=id.step, attempt=id.attempt)
         progress = Progress(named, parts.tally, run.barrier())
         try:
-            with run.deletions_paused():
+            with run.deletions_paused(), run.showing("restore", parts.tally):
                 progress.read(parts, lambda parts: read())
         except DamagedError:
             self.damaged = True
