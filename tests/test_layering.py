@@ -69,7 +69,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_953,
     ("core/restore", "core/load", "core/copies"): 7_088,
     ("core/compression",): 360,
-    ("core/flush",): 7_254,
+    ("core/flush",): 7_234,
     ("policies",): 2_176,
     ("backends",): 5_748,
     ("tiers",): 4_650,

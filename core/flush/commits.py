@@ -491,16 +491,14 @@ class GroupSeals(Component):
 
     # Rank 0 ----------------------------------------------------------------------------------------
 
-    def on_all_complete(
-        self, tier: str, id: CheckpointId, images: Mapping[int, ImageComplete]
-    ) -> None:
+    def on_all_complete(self, id: CheckpointId, images: Mapping[int, ImageComplete]) -> None:
         """All ranks' images are complete."""
         if self._planner.copies.has_given_up("", id):
             return
         ordinals = {rank: image.ordinal for rank, image in images.items()}
         others = [rank for rank, ordinal in ordinals.items() if ordinal != ordinals[0]]
         if others:  # their images would not be restored together
-            self._announce_ordinal(max(ordinals.values()))
+            self._messages.announce(Ordinal(ordinal=max(ordinals.values())))
             text = (
                 f"{format_ranks(others)} saved it as checkpoint {ordinals[others[0]]} of the lineage, and rank 0 as "
                 f"checkpoint {ordinals[0]}: every rank saves the same steps. From the next one on the ordinals agree"
@@ -513,10 +511,10 @@ class GroupSeals(Component):
         elif any(share.digests is not None for share in shares.values()):
             self._messages.announce(ImagesAlike(), id)
         else:
-            self._on_all_sealed(tier, id, images)
+            self._on_all_sealed(id, images)
 
     def _on_all_sealed(
-        self, tier: str, id: CheckpointId, images: Mapping[int, ImageComplete | ImageSealed]
+        self, id: CheckpointId, images: Mapping[int, ImageComplete | ImageSealed]
     ) -> None:
         """All ranks' images are sealed: the checkpoint is whole."""
         if self._planner.copies.has_given_up("", id):
@@ -526,14 +524,14 @@ class GroupSeals(Component):
         noted = named_not_finite(name for image in images.values() for name in image.not_finite)
         self._messages.announce(WholeCheckpoint(image_bytes=total, not_finite=noted), id)
 
-    def _on_failed(self, tier: str, id: CheckpointId, failure: SaveFailure, rank: int) -> None:
+    def _on_failed(self, id: CheckpointId, failure: SaveFailure, rank: int) -> None:
         """A save has failed on a rank."""
         if self.replicas.end_naming(id) or self._planner.copies.has_given_up("", id):
             return
         text = self._ledger.group.topology.name_rank(rank, failure.text)
         self.give_up(id, replace(failure, text=text))
 
-    def _on_late(self, tier: str, id: CheckpointId, late: LateRanks, rank: int) -> None:
+    def _on_late(self, id: CheckpointId, late: LateRanks, rank: int) -> None:
         """A rank has waited too long for the others, or waits in vain."""
         if self.replicas.end_naming(id) or self._planner.copies.has_given_up("", id):
             return
@@ -546,12 +544,8 @@ class GroupSeals(Component):
         if not late.ended:
             when = f"within max_wait ({self._max_wait_s:g} s) of rank {rank}"
         text = f"{who} did not save step {id.step} {when}: every rank saves the same steps"
-        self._announce_ordinal(late.ordinal)
+        self._messages.announce(Ordinal(ordinal=late.ordinal))
         self.give_up(id, SaveFailure(text=text))
-
-    def _announce_ordinal(self, ordinal: int) -> None:
-        """Have all ranks count at least so many checkpoints."""
-        self._messages.announce(Ordinal(ordinal=ordinal))
 
     def _on_ordinal_elsewhere(self, message: Ordinal, rank: int) -> None:
         self._messages.announce(message)
@@ -566,7 +560,7 @@ class GroupSeals(Component):
     def _on_ordinal(self, message: Ordinal) -> None:
         self._ledger.least_ordinal = max(self._ledger.least_ordinal, message.ordinal)
 
-    def _on_alike(self, tier: str, id: CheckpointId, message: ImagesAlike) -> None:
+    def _on_alike(self, id: CheckpointId, message: ImagesAlike) -> None:
         """Seal an image that was compared, if it is not sealed yet. The checkpoint is whole once all ranks have sealed:
         a kill before could leave a newer image to some ranks and an older one to others."""
         entry = self._ledger.entries.get(id)
@@ -585,7 +579,7 @@ class GroupSeals(Component):
         body = ImageSealed(image_bytes=entry.own_bytes, not_finite=entry.not_finite)
         self._messages.contribute(body, id)
 
-    def _on_whole(self, tier: str, id: CheckpointId, whole: WholeCheckpoint) -> None:
+    def _on_whole(self, id: CheckpointId, whole: WholeCheckpoint) -> None:
         entry = self._ledger.entries.get(id)
         if entry is None:
             return
@@ -596,7 +590,7 @@ class GroupSeals(Component):
         if entry.state(self._ledger.host) is CopyState.ARRIVING:
             entry.set_state(self._ledger.host, CopyState.SEALED)
 
-    def _on_given_up(self, tier: str, id: CheckpointId, failure: SaveFailure) -> None:
+    def _on_given_up(self, id: CheckpointId, failure: SaveFailure) -> None:
         entry = self._ledger.entries.get(id)
         reason = self.replicas.named(failure)
         kind = CapacityError if failure.outcome is not SaveOutcome.FAILED else CaptureError

@@ -411,8 +411,10 @@ class Decisions(Component):
         for command in self._open:
             if command.entry == task.entry:
                 command.waiting.discard(task.tier)
-                if outcome.error is not None and not _frees_room(command, outcome.error):
-                    command.failed[task.tier] = outcome.error
+                error, deletes = outcome.error, command.kind is CommandKind.DELETE
+                # a deletion makes room: the entry is added then
+                if error is not None and not (deletes and isinstance(error, StorageFullError)):
+                    command.failed[task.tier] = error
 
     # Damage ----------------------------------------------------------------------------------------
 
@@ -453,11 +455,6 @@ def _is_leaving(entry: LedgerEntry) -> bool:
     """Return whether all copies of a checkpoint are being deleted."""
     there = [state for state in entry.states.values() if state is not CopyState.ABSENT]
     return not entry.damage and all(state is CopyState.LEAVING for state in there)
-
-
-def _frees_room(command: Command, error: BaseException) -> bool:
-    """Return whether an entry found no room on a tier, and the deletion makes some: the entry is added then."""
-    return command.kind is CommandKind.DELETE and isinstance(error, StorageFullError)
 
 
 def _add_damage(commit: Commit, why: str, store: TaskStore, attempt: Attempt) -> None:

@@ -67,8 +67,9 @@ class Messages:
         reported: Receiver | None = None,
         announced: Receiver | None = None,
     ) -> None:
-        """Have these functions called with the messages of a type: with the tier and the checkpoint, if it is about
-        one; with the message, or those of all ranks by rank; and with the rank that has reported it."""
+        """Have these functions called with the messages of a type: with the tier, if it is about a copy; with the
+        checkpoint, if it is about one; with the message, or those of all ranks by rank; and with the rank that has
+        reported it."""
         self._receivers[kind.__name__] = _Receivers(kind, gathered, passed, reported, announced)
 
     def on_message(self, news: RankMessage) -> None:
@@ -78,7 +79,8 @@ class Messages:
         about: tuple[object, ...] = ()
         if rest:
             step, attempt, tier, _ = rest
-            about = tier, CheckpointId(int(step), int(attempt))
+            id = CheckpointId(int(step), int(attempt))
+            about = (tier, id) if tier else (id,)
         match news:
             case MessagesGathered():
                 if receiver := to.passed if news.passed else to.gathered:

@@ -104,7 +104,7 @@ class ReplicaAssigner:
         messages.receive(
             _TablesWanted, reported=self._on_tables_wanted, announced=self._on_asked_for_table
         )
-        messages.receive(ReplicaAssignment, announced=self._on_assigned)
+        messages.receive(ReplicaAssignment, announced=self._answer)
         messages.receive(
             _Unassigned, reported=self._on_one_unassigned, announced=self._on_unassigned
         )
@@ -171,20 +171,17 @@ class ReplicaAssigner:
 
     # Messages --------------------------------------------------------------------------------------
 
-    def _on_asked_for_table(self, tier: str, id: CheckpointId, message: _TablesWanted) -> None:
+    def _on_asked_for_table(self, id: CheckpointId, message: _TablesWanted) -> None:
         if self._constant_table is not None:
             self._contribute(id, self._constant_table)
         elif self._has_passed(id):
             self._messages.report(_Unassigned(), id)
 
-    def _on_assigned(self, tier: str, id: CheckpointId, assignment: ReplicaAssignment) -> None:
-        self._answer(id, assignment)
-
-    def _on_unassigned(self, tier: str, id: CheckpointId, message: _Unassigned) -> None:
+    def _on_unassigned(self, id: CheckpointId, message: _Unassigned) -> None:
         self.assignments.clear()
         self._answer(id, None)
 
-    def _on_unlike(self, tier: str, id: CheckpointId, message: ImagesUnlike) -> None:
+    def _on_unlike(self, id: CheckpointId, message: ImagesUnlike) -> None:
         self._messages.contribute(self._digests.get(id, ReplicaDigests), id)
 
     def _has_passed(self, id: CheckpointId) -> bool:
@@ -200,22 +197,16 @@ class ReplicaAssigner:
 
     # Rank 0 ----------------------------------------------------------------------------------------
 
-    def _on_tables_wanted(
-        self, tier: str, id: CheckpointId, message: _TablesWanted, rank: int
-    ) -> None:
+    def _on_tables_wanted(self, id: CheckpointId, message: _TablesWanted, rank: int) -> None:
         if _is_first_time(self._tables_asked, id):
             self._messages.announce(message, id)
 
-    def _on_one_unassigned(
-        self, tier: str, id: CheckpointId, message: _Unassigned, rank: int
-    ) -> None:
+    def _on_one_unassigned(self, id: CheckpointId, message: _Unassigned, rank: int) -> None:
         if _is_first_time(self._ended, id):
             self._messages.forget(ReplicaTable, id)
             self._messages.announce(message, id)
 
-    def _on_all_tables(
-        self, tier: str, id: CheckpointId, by_rank: Mapping[int, ReplicaTable]
-    ) -> None:
+    def _on_all_tables(self, id: CheckpointId, by_rank: Mapping[int, ReplicaTable]) -> None:
         if not _is_first_time(self._ended, id):
             return
         tables = [by_rank[rank] for rank in sorted(by_rank)]
@@ -285,7 +276,7 @@ class ReplicaAssigner:
         self._messages.announce(ImagesUnlike(), id)
 
     def _on_all_digests(
-        self, tier: str, id: CheckpointId, digests: Mapping[int, ReplicaDigests | None]
+        self, id: CheckpointId, digests: Mapping[int, ReplicaDigests | None]
     ) -> None:
         found = find_difference({rank: of for rank, of in digests.items() if of is not None})
         self._end_naming(id, SaveFailure(text=_UNNAMED) if found is None else _as_failure(found))

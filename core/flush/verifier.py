@@ -132,7 +132,10 @@ class BackgroundVerifier(Component):
     def _newest_unread(self, tier: str) -> CheckpointId | None:
         """Return the copy on a tier to read next: the newest live one that can be read. None if the tier has a good
         one."""
-        if self._is_good(tier, self._good.get(tier)):
+        id = self._good.get(tier)
+        good = None if id is None else self._ledger.entries.get(id)
+        abandoned = self._ledger.abandoned()
+        if good is not None and tier in good.verified and not (good.deleted or id in abandoned):
             return None
         found = list(self._ledger.live_copies(tier))
         for entry in found:
@@ -140,13 +143,6 @@ class BackgroundVerifier(Component):
                 self._good[tier] = entry.id
                 return None
         return next((e.id for e in found if (tier, e.id) not in self._retry_s), None)
-
-    def _is_good(self, tier: str, id: CheckpointId | None) -> bool:
-        if id is None or id not in self._ledger.entries:
-            return False
-        entry = self._ledger.entries[id]
-        is_live = id not in self._ledger.abandoned() and not entry.deleted
-        return tier in entry.verified and is_live
 
     def _keeps_all(self) -> bool:
         """Return whether no tier deletes anything, by its rules or for room."""
@@ -251,7 +247,7 @@ class BackgroundVerifier(Component):
         worst = max(failed, key=lambda one: one.damaged, default=replace(_GOOD, read=all_read))
         self._messages.announce(worst, id, tier)
 
-    def _on_all_restored(self, _: str, id: CheckpointId, read: Mapping[int, _ReadTiers]) -> None:
+    def _on_all_restored(self, id: CheckpointId, read: Mapping[int, _ReadTiers]) -> None:
         for tier in sorted(frozenset.intersection(*(one.tiers for one in read.values()))):
             self._messages.announce(_GOOD, id, tier)
 
