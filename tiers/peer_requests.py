@@ -48,7 +48,6 @@ logger = logging.getLogger("tierfall")
 
 READ_BYTES_MAX = 4 << 20
 RECORDS_BYTES_MAX = 512 << 20
-CLOSE_S = 5.0
 TRIES = 2
 """How often a request is sent before its copy counts as stalled: a silent node rarely answers the next moment."""
 
@@ -78,9 +77,6 @@ class PeerServer(Server):
             Requests(self, connection, sender).run()
 
         super().__init__(listener, secret=secret, run=run, serve=serve, name="peers")
-
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        super().close(timeout_s)
 
 
 class Requests:

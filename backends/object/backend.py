@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import md5
+from typing import Any
 
 from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Stream
 from tierfall.backends.toolkit.base import BackendBase, Coverage, Extent, WriterBase, WriterState
@@ -287,23 +288,15 @@ class MultipartWriter(ObjectWriterBase):
     upload then, it may have completed it the first time; the writer is dead, and the caller writes a new object.
     """
 
-    def __init__(
-        self,
-        client: ObjectClient,
-        active: set[str],
-        key: str,
-        *,
-        extent: Extent,
-        publish: Publish,
-    ) -> None:
-        super().__init__(client, active, key, extent=extent, publish=publish)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         self._begin_lock = threading.Lock()
         self._parts: dict[int, _Part] = {}
         self._kept_offset = 0
         self._there: Mapping[int, tuple[str, int]] = {}
         """Parts that an earlier writer has sent of the upload: etag and bytes. An etag is usually the part's MD5; a
         part with another etag is sent again."""
-        self._stride_bytes = part_bytes(extent.most_bytes or 0, PART_BYTES_MIN)
+        self._stride_bytes = part_bytes(self._extent.most_bytes or 0, PART_BYTES_MIN)
 
     def abort(self) -> None:
         """See ``Writer``. An upload that can be resumed keeps its parts: the store lists them."""

@@ -106,7 +106,9 @@ class TensorMatcher:
         self._values: list[_Claim] = []
         self._generators: dict[int, torch.Tensor] = {}
         self._written: list[torch.Tensor] = []
-        self.copies: list[Callable[[], None]] = [self._count_writes]
+        # as load_state_dict does: autograd raises if a backward pass needs the old values
+        count_writes = torch.autograd.graph.increment_version
+        self.copies: list[Callable[[], None]] = [lambda: count_writes(tuple(self._written))]
 
     def fill(self, node: Node, live: torch.Tensor, name: str) -> None:
         """Fill ``live`` from a stored tensor of any kind, in place."""
@@ -345,11 +347,6 @@ class TensorMatcher:
                 return False
         claims.append(claim)
         return True
-
-    def _count_writes(self) -> None:
-        """Increment the version counters of what was filled, as ``load_state_dict`` does: autograd raises if a backward
-        pass needs the old values."""
-        torch.autograd.graph.increment_version(tuple(self._written))
 
     def _target(
         self, position: int, live: torch.Tensor, name: str, block: TensorPiece | None = None

@@ -54,7 +54,7 @@ class Server:
         self._thread = threading.Thread(target=self._accept, name=f"tierfall-{name}", daemon=True)
         self._thread.start()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = 5.0) -> None:
         """Stop listening, and close every connection; wait ``timeout_s`` for each call of ``serve`` in progress."""
         with self._lock:
             self._closed = True
