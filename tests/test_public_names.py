@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pickle
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from types import ModuleType
@@ -221,3 +223,6 @@ def test_the_errors_that_are_promised_are_there() -> None:
 
 def test_every_error_can_be_imported_from_where_users_look() -> None:
     assert set(tierfall.errors.__all__) == set(error_classes())
+    for name, kind in error_classes().items():
+        told = "".join(traceback.format_exception_only(pickle.loads(pickle.dumps(kind("why")))))
+        assert told == f"tierfall.errors.{name}: why\n"

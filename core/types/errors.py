@@ -42,10 +42,15 @@ from tierfall.core.types.text import without_secrets
 class TierfallError(Exception):
     """The base of every error that tierfall raises on purpose. Its text has no secret of an address."""
 
+    __module__ = "tierfall.errors"  # where users import it from, in tracebacks too
     retryable: ClassVar[bool] = False
     is_damage: ClassVar[bool] = False
     known_to_all = False
     """Whether a call of all ranks has raised it, on each of them."""
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__ == __name__:
+            cls.__module__ = TierfallError.__module__
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_secrets(a) if isinstance(a, str) else a for a in args))
