@@ -73,7 +73,7 @@ LINES = {
     ("policies",): 2_176,
     ("backends",): 5_741,
     ("tiers",): 4_646,
-    ("tierfall/config",): 2_076,
+    ("tierfall/config",): 2_083,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_060,
     ("tierfall/ops",): 3_460,
     ("tierfall/telemetry",): 1_951,

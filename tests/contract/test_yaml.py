@@ -432,6 +432,9 @@ MISSPELT: list[tuple[dict[str, Any], str, str]] = [
     (disk_of(compress={"codec": "zst"}), "tiers[1].compress.codec", "zstd"),
     (disk_of(retention={"last": 3}), "tiers[1].retention", "retain"),
     (store_of(option={}), "tiers[1].option", "options"),
+    (disk_of(keep_last=3), "tiers[1].keep_last", "retain: {last: N}"),
+    (disk_of(retain={"max_to_keep": 3}), "tiers[1].retain.max_to_keep", "retain: {last: N}"),
+    (run_of(save_total_limit=3), "save_total_limit", "retain: {last: N}"),
 ]
 
 

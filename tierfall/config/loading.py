@@ -441,6 +441,12 @@ _CALLED = {
     TierKind.OBJECT: "s3 gs gcs az azure abfs minio http https bucket fsspec store",
 }
 """What people call each kind of tier."""
+_ELSEWHERE = {
+    '"retain: {last: N}" of a tier': "keep_last keep_last_n max_to_keep num_to_keep save_total_limit total_limit",
+    '"retain: {best: {metric: NAME, count: N}}" of a tier': "keep_best save_top_k",
+    '"interval: {every: N}" at the top': "every_n_steps every_n_train_steps save_every save_interval save_steps",
+}
+"""What stands for the keys of other checkpointing systems."""
 _OF_STORES = re.compile("endpoint|key|secret|token|profile|anon|client")
 """In keys that people write beside an address, and that are options of the store."""
 _INSTEAD: dict[Place, str] = {
@@ -475,7 +481,8 @@ def _hint_at_key(location: Place) -> str:
     if place not in _KEYS:
         return ""
     of_tier = f" of {with_article(place[1])} tier" if _is_tier(place) else ""
-    instead = _INSTEAD.get(location[-2:])
+    of_others = (f"did you mean {to}?" for to, keys in _ELSEWHERE.items() if key in keys.split())
+    instead = _INSTEAD.get(location[-2:]) or next(of_others, None)
     return of_tier + (f"; {instead}" if instead else _belongs(place, key))
 
 
