@@ -746,10 +746,10 @@ def _kind(node: Node) -> str:
         case SequenceNode():
             return f"a {'tuple' if node.is_tuple else 'list'} that holds tensors"
         case ModuleNode():
-            return "a module"
+            return "a module (put the module itself into the state)"
         case OptimizerNode():
-            return "an optimizer"
+            return "an optimizer (put the optimizer itself into the state)"
         case RandomNode():
             return "the random state of the process (give your own entry another name)"
         case _:
-            return "an object with load_state_dict"
+            return "an object with load_state_dict (put the object itself into the state)"

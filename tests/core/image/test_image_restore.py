@@ -211,6 +211,13 @@ def test_a_state_dict_inside_a_plain_value_is_refused_without_harmful_advice(whe
     assert "skip" not in str(caught.value)
 
 
+def test_a_state_dict_in_place_of_its_module_is_refused_with_the_cure() -> None:
+    model = nn.Linear(2, 2)
+    image, _ = make_image({"model": model})
+    with pytest.raises(RestoreError, match=r"model: .*\(put the module itself into the state\)"):
+        restore({"model": model.state_dict()}, image)
+
+
 def test_an_object_in_a_container_that_was_plain_is_not_left_as_it_was() -> None:
     image, _ = make_image({"extra": {"scaler": {"scale": 2.0}, "log": [], "epoch": 1}})
     state = {"extra": {"scaler": Loader(), "log": [torch.ones(1)], "epoch": 0}}
