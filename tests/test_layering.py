@@ -67,7 +67,7 @@ LINES = {
     ("core/runtime",): 2_117,
     ("core/ranks",): 2_196,
     ("core/capture", "core/sampling"): 3_953,
-    ("core/restore", "core/load", "core/copies"): 7_085,
+    ("core/restore", "core/load", "core/copies"): 7_087,
     ("core/compression",): 360,
     ("core/flush",): 7_234,
     ("policies",): 2_176,

@@ -91,8 +91,10 @@ class ReadTally:
             self.received[tier, rank] = self.received.get((tier, rank), 0) + bytes
 
     def add_skipped(self, what: str, reason: object, id: CheckpointId | None = None) -> None:
+        """Add a source. Its tier, which ``what`` ends with, is not named again."""
+        text = str(reason).removeprefix(f"{what.rpartition(' ')[2]}: ")
         with self.lock:
-            self.fallbacks.append(Fallback(what=what, reason=str(reason), id=id))
+            self.fallbacks.append(Fallback(what=what, reason=text, id=id))
 
     def note_damage(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
         """Report a copy as damaged, if the error shows that it is."""

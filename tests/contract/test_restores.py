@@ -202,7 +202,8 @@ def test_a_damaged_chunk_is_read_from_the_next_tier(pair: Place, two_steps: Path
         by_tier = {source.tier: source.bytes for source in report.sources}
         assert by_tier["disk"] > by_tier["pfs"] > 0, "only what is damaged comes from elsewhere"
         (fallback,) = report.fallbacks
-        assert "disk" in fallback.what + fallback.reason
+        assert "on disk" in fallback.what
+        assert "disk" not in fallback.reason, "the tier is named once"
         assert (fallback.id.step, fallback.id.attempt) == (2, 1)  # type: ignore[union-attr]
 
 

@@ -112,7 +112,7 @@ class CommandOutput:
     def note_unread(self, unread: Mapping[str, TierfallError]) -> None:
         """Report each tier that could not be read, once."""
         for tier, error in unread.items():
-            line = f"tier {tier} could not be read: {error}"
+            line = with_tier(tier, error, " could not be read")
             if line not in self.problems:
                 self.problem(line)
 
@@ -260,9 +260,9 @@ def counted(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
 
 
-def with_tier(tier: str, error: object) -> str:
-    """Prefix an error with its tier, which many messages name by themselves."""
-    return f"tier {tier}: {str(error).removeprefix(f'{tier}: ')}"
+def with_tier(tier: str, error: object, what: str = "") -> str:
+    """Prefix an error with its tier, which many messages name by themselves, and with ``what`` is with it."""
+    return f"tier {tier}{what}: {str(error).removeprefix(f'{tier}: ')}"
 
 
 def describe_new(tier: str, place: str) -> str:
@@ -473,8 +473,8 @@ class RunFacts:
         for listing in self.listings:
             tier = listing.tier
             if listing.error is not None:
-                yield f"tier {tier} could not be read: {listing.error}"
-            yield from (f"tier {tier} holds a damaged file: {error}" for error in listing.damaged)
+                yield with_tier(tier, listing.error, " could not be read")
+            yield from (with_tier(tier, x, " holds a damaged file") for x in listing.damaged)
             for copy in listing.copies:
                 if copy.damage is not None:
                     what = "could not be read" if copy.unread else "is damaged"
