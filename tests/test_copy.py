@@ -94,6 +94,16 @@ def test_what_is_there_and_damaged_is_left_to_a_repair(
     assert files_below(tmp_path) == before
 
 
+def test_what_is_damaged_on_all_tiers_is_left_to_the_advice_of_verify(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    run_copy(config)
+    for tier in ("disk", "far"):
+        flip(step_folder(tmp_path / tier) / "commit.json", 40)
+    with pytest.raises(IntegrityError, match=r"tierfall verify 1@1$"):
+        run_copy(config)
+
+
 def test_another_checkpoint_by_that_name_is_left_as_it_is(
     make_saved: Callable[..., dict[str, Any]], make_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -354,17 +354,21 @@ def check_alone(
 def _already(store: StoredTier, checkpoint: KnownCheckpoint, counter: Progress) -> CopyResult:
     """Verify the copy that the tier holds."""
     id, tier, known = checkpoint.id, store.name, checkpoint.commit
-    found = checkpoint.copies[tier]
     with CopyVerifier(counter.add) as verifier:
         checked = verifier.check_stored(store, id)
     if checked.error is not None:
         raise checked.error
     if any(damage.newer for damage in checked.damage):
         raise NotSupportedError(f"copy: {tier} holds {id} already: {NEWER}")
-    repair = f"tierfall verify {id} --tier {tier} --repair"
+    others_are_good = any(not c.damage for t, c in checkpoint.copies.items() if t != tier)
+    verify = f"tierfall verify {id}" + (f" --tier {tier} --repair" if others_are_good else "")
     if checked.damage or checked.commit is None:
-        raise IntegrityError(f"copy: {tier} holds {id} already, damaged; to repair it: {repair}")
-    if found.damage is not None or known is None or not same_checkpoint(known, checked.commit):
+        raise IntegrityError(f"copy: {tier} holds {id} already, damaged; what helps: {verify}")
+    if (
+        checkpoint.copies[tier].damage
+        or known is None
+        or not same_checkpoint(known, checked.commit)
+    ):
         raise StepError(
             f"copy: {tier} holds another checkpoint of the id {id} already, which is not changed: find out what wrote "
             "it, and move its folder away"

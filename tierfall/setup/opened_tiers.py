@@ -109,7 +109,7 @@ class OpenedTiers:
         self.found_read_only: dict[str, str] = {}
         self.emptied: dict[str, UnreachableError] = {}
         self._closed = False
-        self._peers = peers
+        self._peers, self._doing = peers, command.removeprefix("tierfall ") or "open"
         self._calls = BoundedCalls()
         self.stores: dict[str, StoredTier] = {}
         self.memory = NodeMemory(
@@ -186,9 +186,8 @@ class OpenedTiers:
         for copy in listing.copies:
             if copy.damage is not None and not isinstance(copy.damage, NotReadError):
                 what = "could not be read, and is kept" if copy.unread else "is damaged"
-                logger.warning(
-                    "open: %s on tier %s %s: %s", copy.id, listing.tier, what, copy.damage
-                )
+                why = str(copy.damage).removeprefix(f"{listing.tier}: ")
+                logger.warning("open: %s on tier %s %s: %s", copy.id, listing.tier, what, why)
         if listing.lags:
             logger.warning(
                 "open: the listing of tier %s, or 'latest' there, contradicts what is read by key: it lags behind, or "
@@ -236,7 +235,7 @@ class OpenedTiers:
         """
         new = [t.name for t in self.config.written if t.name in tiers]
         self.config = self.config.with_keys(new, read_only=True)
-        check_written(self.config, "".join(f"; {tiers[name]}" for name in new))
+        check_written(self.config, "".join(f"; {tiers[name]}" for name in new), self._doing)
         for name in new:
             self.found_read_only[name] = tiers[name]
             logger.warning(

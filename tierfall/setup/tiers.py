@@ -307,13 +307,14 @@ def holds_any(listing: Listing) -> bool:
     return has_files(listing) or bool(listing.damaged)
 
 
-def check_written(config: Config, why: str = "") -> None:
+def check_written(config: Config, why: str = "", doing: str = "open") -> None:
     """Raise ConfigError where the chain has stored tiers and all of them are read-only; ``why`` is added to it."""
     if config.storage and all(tier.read_only for tier in config.storage):
         only = ", ".join(tier.name for tier in config.storage)
         raise ConfigError(
-            f"open: of the tiers below host memory none can be written to ({only}: read-only{why}), so that nothing "
-            "saved would last. Add a tier that can be, or, to read a checkpoint, use tierfall.load"
+            f"{doing}: of the tiers below host memory none can be written to ({only}: read-only{why}), so that nothing "
+            "would last. Add a tier that can be, name the file of the run that writes there, or, to read a checkpoint, "
+            "use tierfall.load"
         )
 
 
