@@ -75,7 +75,7 @@ LINES = {
     ("tiers",): 4_646,
     ("tierfall/config",): 2_083,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_060,
-    ("tierfall/ops",): 3_464,
+    ("tierfall/ops",): 3_466,
     ("tierfall/telemetry",): 1_951,
     ("tierfall/cli",): 3_687,
     ("tierfall/integrations",): 2_933,

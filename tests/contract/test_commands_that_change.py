@@ -61,6 +61,22 @@ def pinned_of_damaged(place: Place) -> list[int]:
     return [c["step"] for c in found if c["pinned"]]
 
 
+def test_on_a_tier_that_is_only_read_nothing_is_pinned_and_the_file_that_writes_there_is_asked_for(
+    place: Place,
+) -> None:
+    place.config(disk={}, far={})
+    save(place, 1)
+    place.config(disk={}, far={"read_only": True})
+    answer = place.cli("pin", "1", code=1)
+    assert "pinned 1@1 on disk" in answer.out
+    assert "tier far: it is read-only; name a file whose run writes there" in answer.err
+    place.config(far={"read_only": True})
+    for words in (["pin", "1"], ["tag", "best", "1"], ["rm", "1", "--yes", "--even-the-last"]):
+        err = place.cli(*words, code=2).err
+        assert err.startswith(f"tierfall: {words[0]}: ")
+        assert "name the file of the run that writes there" in err
+
+
 def test_unpin_says_that_what_was_deleted_beside_its_pin_goes_now(place: Place) -> None:
     place.config()
     save(place, 1, 2)
@@ -145,6 +161,7 @@ def test_a_whole_run_is_deleted_once_its_name_was_typed(beside: Place) -> None:
     document = json.loads(beside.cli(*ALL, "--json", input="run\n").out)
     assert document["deleted"] == ["host", "disk", "far"]
     assert document["kept"] == {"disk": ["notes.txt", "step-00000001-a0001/my notes.txt"]}
+    assert files_below(beside.memory / "run") == {}
     left = {n: d for n, d in files_below(beside.root).items() if "/run/" in n}
     assert left.keys() == {"disk/run/notes.txt", "disk/run/step-00000001-a0001/my notes.txt"}
     assert {n: d for n, d in files_below(beside.root).items() if "/other/" in n} == other
@@ -300,6 +317,7 @@ def test_a_tier_that_was_emptied_counts_as_unmounted_until_it_is_forgotten(place
     shutil.move(place.root / "far", place.root / "unmounted")
     assert "disk" in place.cli("forget", "far").out
     assert not (place.root / "far").exists(), "it creates no folder of a tier"
+    assert "there are disk, far" in place.cli("forget", "fra", code=2).err
 
 
 # copy ------------------------------------------------------------------------------------------------------

@@ -338,7 +338,7 @@ def forget(answer: CommandOutput, tier: str) -> None:
     settings = load_settings_of_all(answer.asked, doing="forget")
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
-        refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
+        refuse(f"forget: no stored tier is named {tier!r}; there are {names}", Exit.USAGE)
     why = ", and writes what it remembers again; nothing was changed. Forget it once the trainer has ended"
     check_ownerless(settings, "forget", why)
     with RunReader(settings) as reader:
@@ -593,8 +593,8 @@ def _answer_verify(
         for copy in sorted(report.copies, key=lambda c: c.id)
     ]
     if rows:
-        right = ("STEP", "CHUNKS", "SIZE")
-        answer.show(table(("STEP", "TIER", "CHUNKS", "SIZE", "RESULT"), rows, right))
+        right = ("STEP", "CHUNKS", "INTACT")
+        answer.show(table(("STEP", "TIER", "CHUNKS", "INTACT", "RESULT"), rows, right))
     answer.show(*(f"note: {note}" for note in report.notes))
     total = format_size(sum(copy.bytes for copy in report.copies))
     newer = sum(finding.newer for finding in report.findings)
@@ -604,7 +604,7 @@ def _answer_verify(
     if newer:
         what += f", {counted(newer, 'file', 'files')} of a newer tierfall could not be checked"
     copies = counted(len(report.copies), "copy is", "copies are")
-    answer.show(f"run {settings.run}: {len(good)} of {copies} good, {total} read; {what}")
+    answer.show(f"run {settings.run}: {len(good)} of {copies} good, {total} intact; {what}")
 
 
 def _place(found: RepairResult | Finding) -> str:

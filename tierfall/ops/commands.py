@@ -269,7 +269,7 @@ def _decide(
     for name, store in stores.items():
         try:
             if store.read_only:
-                raise StepError(f"{name} is read-only: {checkpoint.id} is not changed there")
+                raise StepError(f"{name}: it is read-only; name a file whose run writes there")
             store.decided.add(entry, reason="command line")
         except TierfallError as error:
             failed[name] = error
@@ -576,7 +576,9 @@ def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:
         done = {name: store for name, store in tiers.stores.items() if name not in failed}
         kept = foreign_files(tiers.config, done)
         if not failed:
-            (tiers.memory.folder / MEMORY_NAME).unlink(missing_ok=True)
+            memory = tiers.memory.folder
+            for path in (memory / MEMORY_NAME, *memory.glob("slot-*.lock")):
+                path.unlink(missing_ok=True)  # a lock whose file is gone is not taken: RunLock
         remove_status(tiers.memory.folder, tiers.memory.host.slot)
         undo.pop_all()
     tiers.close(keep=False)
