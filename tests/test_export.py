@@ -29,7 +29,6 @@ from tests.steps import wait_until
 from tierfall.config import Config, load_config
 from tierfall.core.copies import images
 from tierfall.core.types.errors import (
-    BackendError,
     CapacityError,
     ConfigError,
     StorageFullError,
@@ -160,7 +159,7 @@ def test_a_file_that_appears_meanwhile_stays(config: Config, out: Path) -> None:
         if out.exists():  # it is being written
             target.write_text("mine")
 
-    with pytest.raises(BackendError, match="exists already"):
+    with pytest.raises(ConfigError, match="exists already"):
         export_from(config, "raw", to=out, watch=appear)
     assert target.read_text() == "mine"
 
@@ -301,14 +300,14 @@ def test_an_empty_folder_gives_way_and_nothing_else_does(trained: Config, out: P
     out.mkdir(parents=True)
     export_from(trained, "shared", to=out, format=ExportFormat.DCP)
     before = sorted(out.iterdir())
-    with pytest.raises(BackendError, match="is there already; name a folder"):
+    with pytest.raises(ConfigError, match="is there already; name a folder"):
         export_from(trained, "shared", to=out, format=ExportFormat.DCP, replace=True)
     assert sorted(out.iterdir()) == before
     file = out.parent / "file"
     file.write_text("mine")
-    with pytest.raises(BackendError, match="is there already"):
+    with pytest.raises(ConfigError, match="is there already"):
         export_from(trained, "shared", to=file, format=ExportFormat.DCP)
-    with pytest.raises(BackendError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is no folder"):
         export_from(trained, "shared", to=file / "below", format=ExportFormat.DCP)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from tierfall.backends.posix.system import translated
 from tierfall.core.copies.chunk_reader import Fallback
-from tierfall.core.types.errors import BackendError, CapacityError, ConfigError
+from tierfall.core.types.errors import CapacityError, ConfigError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 
@@ -162,24 +162,24 @@ def new_output(
 
 
 def check_free(path: Path, *, folder: bool, replace: bool) -> None:
-    """Raise BackendError if ``path`` exists and must not be replaced, its parent is no folder, or either cannot be
-    examined. A new ``folder`` replaces an empty one alone."""
+    """Raise ConfigError if ``path`` exists and must not be replaced, or its parent is no folder, BackendError if either
+    cannot be examined. A new ``folder`` replaces an empty one alone."""
     with translated(f"export to {path}"):
         if os.path.lexists(path.parent) and not path.parent.is_dir():
-            raise BackendError(
+            raise ConfigError(
                 f"export: {path.parent} is no folder; name one, or one that can be made"
             )
         if not os.path.lexists(path):
             return
         if folder:
             if path.is_symlink() or not path.is_dir() or any(path.iterdir()):
-                raise BackendError(
+                raise ConfigError(
                     f"export: {path} is there already; name a folder that is not there, or an empty one"
                 )
         elif path.is_dir():
-            raise BackendError(f"export: {path} is a folder; move it, or export to another folder")
+            raise ConfigError(f"export: {path} is a folder; move it, or export to another folder")
         elif not replace:
-            raise BackendError(
+            raise ConfigError(
                 f"export: {path} exists already: --force replaces it, or name another folder"
             )
 
