@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ def test_help_lists_the_commands() -> None:
     text = tierfall_command("show", "-h").out
     assert text == tierfall_command("show", "--what", "--help").out
     assert "--config" in text
+    for command in COMMANDS:
+        assert not re.search(r"<(str|int|path|list|StepName)", tierfall_command(command, "-h").out)
 
 
 def test_version_and_schema_are_of_the_package() -> None:

@@ -251,7 +251,7 @@ _command(
     prints=True,
     folder=_argument("DIR", "A new or empty folder to keep everything in.", Path, default=None),
     steps=_option(
-        "--steps", None, "Steps to train, rounded up to a multiple of 12.", int, default=120, min=24
+        "--steps", "N", "Steps to train, rounded up to a multiple of 12.", int, default=120, min=24
     ),
     s3=_flag("--s3", "Use a bucket of a real S3 server, which the demo starts."),
     picture=_option("--picture", "FILE", "Where to write the timeline as PNG.", Path),

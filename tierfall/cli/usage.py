@@ -215,6 +215,15 @@ GROUPS = {
 class CommandGroup(TyperGroup):
     """Reports an error in the requested form (text or JSON), also where the arguments cannot be parsed."""
 
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        parameters: Any = (p for command in self.commands.values() for p in command.params)
+        for each in parameters:
+            if (
+                each.param_type_name == "argument"
+            ):  # --help names it by its word alone, without a type
+                each.display_type_rich = lambda ctx: None
+
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
