@@ -77,7 +77,7 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_060,
     ("tierfall/ops",): 3_466,
     ("tierfall/telemetry",): 1_951,
-    ("tierfall/cli",): 3_696,
+    ("tierfall/cli",): 3_700,
     ("tierfall/integrations",): 2_933,
     ("tierfall/imports", "tierfall/export"): 2_753,
     ("tierfall/plan",): 177,

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 from cli_kit import Cli
+from rich.text import Text
 
 import tierfall
 from tests.contract.trainer import Trainer
 from tests.steps import state_of, wait_until
+from tierfall.cli.look import RunView
 from tierfall.core.format import documents
+from tierfall.core.types.values import TierKind
+from tierfall.ops.reader import RunSnapshot
 from tierfall.telemetry import status
 
 MakeCli = Callable[..., Cli]
@@ -149,3 +153,20 @@ def test_wrong_uses_of_the_port_are_refused(make_cli: MakeCli, port: int) -> Non
     with socket.create_server(("", port)):
         err = cli("watch", "--prometheus", str(port), code=2).err
     assert f"--prometheus: *:{port} cannot be listened on" in err
+
+
+def test_the_row_of_a_tier_that_fails_is_red() -> None:
+    seen = RunSnapshot(
+        wall_time_s=0.0, slots=(), live=None, last_status=None, events=(), problems=()
+    )
+    found = status.RunStatus(
+        run="run",
+        tiers={"host": TierKind.HOST, "far": TierKind.FILE},
+        checkpoints=(),
+        checkpoints_known=0,
+        statistics=tierfall.Statistics(failing={"far": "far: no space is left"}),
+    )
+    shown = RunView(snapshot=seen, status=found, problems=()).shown()
+    text = next(part for part in shown if isinstance(part, Text) and "KIND" in part.plain)
+    (red,) = [text.plain[span.start : span.end] for span in text.spans if span.style == "red"]
+    assert red.startswith("far ")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -594,7 +595,10 @@ def _tier_table(status: RunStatus) -> Text:
         found = of_tier(status.statistics, tier)
         cells = [cell(found.get(each.name), partial(format_figure, each)) for each in shown]
         rows.append((tier, str(kind), *cells))
-    return table(("TIER", "KIND", *right), rows, right)
+    made = table(("TIER", "KIND", *right), rows, right)
+    for tier in status.statistics.failing:
+        made.highlight_regex(rf"(?m)^{re.escape(tier)} .*", "red")
+    return made
 
 
 def _grid(frame: RunView, rows: int) -> Text:
