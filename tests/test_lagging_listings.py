@@ -105,6 +105,23 @@ def test_nothing_is_collected_as_unfinished_while_a_record_is_out_of_reach(
     assert [step_in(tierfall.load(config, step=step)) for step in (1, 2, 3, 4)] == [1, 2, 3, 4]
 
 
+@pytest.mark.usefixtures("impatient")
+def test_no_older_step_is_restored_while_files_of_the_newest_may_be_out_of_reach(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    """A server is down, with the image of the newest step and the record of an old one."""
+    save_steps(config, 1, 2, 3)
+    shelf.hidden = shelf.absent = ("00003-a0001/rank-00000-of-00001.safetensors",)
+    shelf.refused = {"00001-a0001/commit.json": toolkit.UnreachableError}
+    with pytest.raises(RestoreError, match=r"3@1.*could not be read"):
+        tierfall.load(config)
+    with tierfall.open(config) as ckpt, pytest.raises(RestoreError, match="could not be read"):
+        ckpt.restore(blank())
+    shelf.hidden = shelf.absent = ()
+    shelf.refused = {}
+    assert step_in(tierfall.load(config)) == 3
+
+
 @pytest.mark.parametrize("by", ["a drain", "a start that restores nothing"])
 def test_no_rule_deletes_while_the_newest_step_is_away(
     by: str, make_config: MakeConfig, tmp_path: Path

@@ -143,7 +143,8 @@ class ContradictionError(UnreachableError):
 
 
 class TierRecordFile:
-    """The tier record of one run on one tier; ``last`` is the one that was read or written last."""
+    """The tier record of one run on one tier; ``last`` is the one that was read or written last. ``out_of_reach``: why
+    another file there could not be reached when the tier was listed last, else None."""
 
     def __init__(
         self,
@@ -155,6 +156,7 @@ class TierRecordFile:
         self._set_identity_check = set_identity_check
         self._key = f"{documents.run}/{keys.TIER_NAME}"
         self.last = last
+        self.out_of_reach: UnreachableError | None = None
 
     def read(self) -> TierRecord | None:
         """Read the tier record; None where there is none yet."""
@@ -168,9 +170,13 @@ class TierRecordFile:
         return self.last
 
     def confirm_absence(self, error: KeyNotFoundError, key: str | None = None) -> None:
-        """Raise UnreachableError if the tier record cannot be read: the answer that a key is absent (``error``) then
-        says nothing of the tier. Raise ContradictionError if a listing of now shows ``key``. On a tier that never had a
-        record, and whose listing shows none, the answer stands."""
+        """Raise UnreachableError if the tier record cannot be read, or another file was out of reach: the answer that a
+        key is absent (``error``) then says nothing of the tier. Raise ContradictionError if a listing of now shows
+        ``key``. On a tier that never had a record, and whose listing shows none, the answer stands."""
+        if self.out_of_reach is not None:
+            raise UnreachableError(
+                f"{error}; and not all of the tier is within reach, so it may be there: {self.out_of_reach}"
+            ) from error
         known = self.last
         try:
             is_there = self.read() is not None or (known is None and not self._is_listed(self._key))

@@ -41,6 +41,7 @@ from tierfall.core.types.errors import (
     NotSupportedError,
     StorageFullError,
     TierfallError,
+    UnreachableError,
 )
 from tierfall.core.types.lineage import AttemptStart, abandoned_by
 from tierfall.core.types.units import format_size
@@ -217,7 +218,15 @@ class StoredTier:
             for id, commit in commits.items()
             if commit is not None
         ]
+        self.marker.out_of_reach = None
         copies = [*self._examine(copies, folders)]
+        failures = (copy.damage for copy in copies if isinstance(copy.damage, UnreachableError))
+        if (failure := next(failures, None)) is not None:
+            # What is missing may be out of reach, too.
+            self.marker.out_of_reach = failure
+            missing = [copy for copy in copies if copy.repairable]
+            others = [copy for copy in copies if not copy.repairable]
+            copies = [*others, *self._examine(missing, folders)]
         contradictions = (ContradictionError, NamedInVainError)
         lags = lags or any(isinstance(copy.damage, contradictions) for copy in copies)
         return Listing(

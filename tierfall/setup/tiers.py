@@ -534,13 +534,15 @@ def bounded_reads(store: StoredTier, config: Config) -> StoredTier:
         return store
     tier = next(tier for tier in config.stored if tier.name == store.name)
     backend = bounded(store.backend, tier, config, store.last_answer_s)
-    return StoredTier(
+    reading = StoredTier(
         name=store.name,
         run=config.run,
         backend=backend,
         record=store.marker.last,
         read_only="it is only to be read",
     )
+    reading.marker.out_of_reach = store.marker.out_of_reach
+    return reading
 
 
 def close_stores(stores: Mapping[str, StoredTier], timeout_s: float) -> None:
