@@ -79,7 +79,7 @@ class SeaweedFS:
         self.key = key
         self.secret = secret
         self._process: subprocess.Popen[bytes] | None = None
-        self._ports = _free_ports(2 * len(_PORTS))
+        self._ports = free_ports(2 * len(_PORTS))
         self._has_answered = False
         (folder / "data").mkdir(parents=True)
         identity = {
@@ -131,7 +131,7 @@ class SeaweedFS:
             else:
                 self._has_answered = True
                 return
-            self._ports = _free_ports(2 * len(_PORTS))
+            self._ports = free_ports(2 * len(_PORTS))
             shutil.rmtree(self._folder / "data")
             (self._folder / "data").mkdir()
 
@@ -235,7 +235,7 @@ def _create_bucket(client: Any, name: str) -> None:
             raise
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     ports: list[int] = []
     for port in random.sample(_PORT_RANGE, len(_PORT_RANGE)):
         with socket.socket() as listener:

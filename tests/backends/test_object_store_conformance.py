@@ -11,21 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import fsspec  # type: ignore[import-untyped]
 import pytest
 from backend_places import get, put
-from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
 
-from tests import cloud_servers
 from tests.object_store import SeaweedFS
+from tests.places import BUCKET, Azure, Google
 from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.conformance.kit import in_threads
 from tierfall.backends.open import open_backend
 from tierfall.core.types.backend import Backend, Publish, delete_all
 from tierfall.core.types.errors import BackendError, KeyExistsError, KeyNotFoundError
 from tierfall.core.types.values import Driver
-
-BUCKET = "conformance"
 
 Place = Callable[[str], Backend]
 
@@ -38,16 +34,16 @@ def s3_place(s3_server: SeaweedFS) -> Place:
 
 @pytest.fixture(scope="module")
 def gs_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with cloud_servers.google(tmp_path_factory.mktemp("google")) as options:
-        GCSFileSystem(project="any", **options, skip_instance_cache=True).mkdir(BUCKET)
-        yield lambda url: open_backend(url, options=options)
+    with closing(Google(tmp_path_factory.mktemp("google"), in_memory=True)) as service:
+        service.start()
+        yield lambda url: open_backend(url, options=service.options)
 
 
 @pytest.fixture(scope="module")
 def az_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with cloud_servers.azure(tmp_path_factory.mktemp("azure")) as options:
-        fsspec.filesystem("az", **options, skip_instance_cache=True).mkdir(BUCKET)
-        yield lambda url: open_backend(url, options=options)
+    with closing(Azure(tmp_path_factory.mktemp("azure"))) as service:
+        service.start()
+        yield lambda url: open_backend(url, options=service.options)
 
 
 @pytest.fixture(scope="module")
