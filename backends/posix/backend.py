@@ -409,10 +409,11 @@ class PosixWriter(WriterBase):
         if not self._resumed:
             return False
         data = flat(view, writable=True)
-        with self._writing(), self._left() as file:
+        with self._writing():
             try:
-                direct_bytes = self._backend.medium.direct_bytes
-                return read_whole(file, data, offset, block_bytes=direct_bytes) == data.nbytes
+                with self._left() as file:
+                    direct_bytes = self._backend.medium.direct_bytes
+                    return read_whole(file, data, offset, block_bytes=direct_bytes) == data.nbytes
             except OSError:  # it is written over
                 return False
 

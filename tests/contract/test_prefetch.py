@@ -144,24 +144,33 @@ def test_beside_a_trainer_of_another_node_and_of_this_one(
     assert place.folders("far")[-1].name.startswith("step-00000003")
 
 
-@pytest.mark.parametrize("whole_run", [True, False])
-def test_what_is_deleted_meanwhile_is_not_brought_back(place: Place, whole_run: bool) -> None:
-    """By another node: the run, or the step, of which the commit record goes first."""
+def test_a_run_that_is_deleted_meanwhile_is_not_brought_back(place: Place) -> None:
+    """By a command on another node."""
     saved(place, 1, far={**FAR, "read_bandwidth": "4MB/s"})
     program = place.begin("prefetch")
     wait_until(lambda: arrived(place, 1) > 2 * CHUNK, "some chunks have arrived")
-    if whole_run:
-        another = Place(place.root, place.root / "memory of another node")
-        another.config(far=FAR)
-        another.cli("rm", "--run", "run", "--all", input="run\n")
-        place.config(nvme=NVME, far=FAR)
-    else:
-        (place.root / "far" / "run" / "latest").unlink()
-        (place.root / "far" / "run" / "step-00000001-a0001" / "commit.json").unlink()
+    another = Place(place.root, place.root / "memory of another node")
+    another.config(far=FAR)
+    another.cli("rm", "--run", "run", "--all", input="run\n")
+    place.config(nvme=NVME, far=FAR)
     ended = program.end()
     assert (ended.code, len(ended.err.splitlines())) == (1, 1), ended.err
     assert not place.folders("nvme")
     assert "there is no checkpoint yet" in place.cli("prefetch").out
+
+
+def test_a_step_whose_deletion_has_begun_meanwhile_gives_way_to_an_older_one(place: Place) -> None:
+    """Its commit record goes first, and its images are still read."""
+    saved(place, 1, 2, far={**FAR, "read_bandwidth": "4MB/s"})
+    program = place.begin("prefetch")
+    wait_until(lambda: arrived(place, 2) > 2 * CHUNK, "some chunks have arrived")
+    (place.root / "far" / "run" / "latest").unlink()
+    (place.root / "far" / "run" / "step-00000002-a0001" / "commit.json").unlink()
+    ended = program.end()
+    assert ended.code == 0, ended.err
+    assert "2@1 was deleted while it was read" in ended.out
+    assert place.steps("nvme") == [1]
+    assert not list((place.root / "nvme").glob("run/step-00000002*"))
 
 
 def test_what_is_damaged_everywhere_is_passed_over_as_by_a_restore(place: Place) -> None:
@@ -199,3 +208,22 @@ def test_an_end_by_a_signal_leaves_what_has_arrived(place: Place) -> None:
     program.signal(signal.SIGTERM)
     program.end()
     assert arrived(place, 1) > 0
+
+
+def test_a_training_that_starts_meanwhile_is_not_held_up(place: Place) -> None:
+    saved(place, 1, far={**FAR, "read_bandwidth": "2MB/s"})
+    program = place.begin("prefetch")
+    wait_until(lambda: arrived(place, 1) > 2 * CHUNK, "some chunks have arrived")
+    place.config(nvme=NVME, far=FAR, host={"capacity": "64MiB"}, max_wait="2s")
+    with place.open() as ckpt:
+        state = blank(elements=ELEMENTS)
+        report = ckpt.restore(state)
+        assert report is not None
+        assert (report.step, step_in(state)) == (1, 1)
+        ended = program.end()
+        assert ended.code == 1
+        assert "a newer start of the run goes on without it" in ended.err
+        ckpt.save(2, state_of(2, elements=ELEMENTS), block=True)
+    assert place.folders("nvme")[-1].name == "step-00000002-a0002"
+    assert place.folders("far")[-1].name == "step-00000002-a0002"
+    assert "nothing is damaged" in place.cli("verify").out

@@ -1,13 +1,18 @@
 """``tierfall prefetch``: bring what a restore would choose to a disk of this node before its job starts.
 
-``choose`` names the checkpoint, and the engine of offline work (``ops/sync.py``) copies it: it holds the run's lock,
-and continues what an earlier call has left. Host memory is no target: what is there belongs to the trainer that starts.
+``choose`` names the checkpoint, and the engine of offline work (``ops/sync.py``) copies it, and continues what an
+earlier call has left. Host memory is no target: what is there belongs to the trainer that starts.
+
+It takes the run's lock at the beginning and for the commit, not while it copies: a trainer that starts meanwhile, as on
+a spare node, is not held up. That one deletes what is unfinished, and its attempt fences the prefetch: nothing is
+published any more. A lock of its own keeps another prefetch from sending the same.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from tierfall.backends.posix.system import translated
@@ -16,10 +21,17 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
 from tierfall.core.format.commit_files import shards_of
 from tierfall.core.restore.candidates import RestoreRequest, choose
-from tierfall.core.types.errors import CapacityError, IntegrityError, StepError, TierfallError
+from tierfall.core.runtime.run_lock import RunLock
+from tierfall.core.types.errors import (
+    CapacityError,
+    FencedError,
+    IntegrityError,
+    StepError,
+    TierfallError,
+)
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.commands import check_room
+from tierfall.ops.commands import check_room, owned_folder
 from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import (
     add_decided,
@@ -29,12 +41,12 @@ from tierfall.ops.sync import (
     notes_on_retention,
     open_source,
     open_writable,
-    owned_reader,
     write_copy,
     writing_attempt,
 )
 from tierfall.telemetry.progress import Progress, Watch
 
+COMMAND = "tierfall prefetch"
 NodePart = tuple[int, int]
 """The number of this node, from 0, and how many nodes there are: of the ranks in their order it has its part."""
 
@@ -77,7 +89,13 @@ def prefetch(
     """
     notes: list[str] = []
     lost: TierfallError | None = None
-    with owned_reader(config, "tierfall prefetch") as reader:
+    with ExitStack() as held:
+        with owned_folder(config, COMMAND) as folder:  # no trainer is alive
+            lock = folder / "prefetch.lock"
+        held.callback(
+            RunLock.acquire(lock, run=config.run, command=COMMAND, wait_s=config.max_wait_s).release
+        )
+        reader = held.enter_context(RunReader(config))
         while True:
             listings, new = reader.list_with_new()
             candidates = choose(listings, request, ReadTally())
@@ -87,7 +105,13 @@ def prefetch(
                 assert lost is not None
                 raise lost
             try:
-                done = _Prefetch(reader, listings, new, candidates[0], part, watch).run(to)
+                with ExitStack() as owned:
+                    one = _Prefetch(reader, listings, new, candidates[0], part, watch, owned)
+                    done = one.run(to)
+            except FencedError as error:
+                raise FencedError(
+                    f"prefetch: a newer start of the run goes on without it: {error}"
+                ) from error
             except IntegrityError as error:
                 if request.step is not None:
                     raise
@@ -100,7 +124,8 @@ def prefetch(
 
 @dataclass(slots=True)
 class _Prefetch:
-    """One try to bring one checkpoint. ``new`` are the tiers whose folder is to be created."""
+    """One try to bring one checkpoint. ``new`` are the tiers whose folder is to be created; ``owned`` gets the run's
+    lock."""
 
     reader: RunReader
     listings: tuple[Listing, ...]
@@ -108,6 +133,7 @@ class _Prefetch:
     checkpoint: KnownCheckpoint
     part: NodePart | None
     watch: Watch
+    owned: ExitStack
 
     def run(self, to: str | None) -> PrefetchResult:
         id, config = self.checkpoint.id, self.reader.config
@@ -186,7 +212,7 @@ class _Prefetch:
                     attempt,
                     progress.add,
                     shards=wanted,
-                    check_source=self._check_source,
+                    before_commit=self._before_commit,
                 )
             except IntegrityError:
                 if not store.is_committed(id):  # else it has images of other ranks
@@ -241,8 +267,10 @@ class _Prefetch:
                 "free space there"
             )
 
-    def _check_source(self) -> None:
-        """Raise unless a source still has the checkpoint: it, or its run, may have been deleted meanwhile."""
+    def _before_commit(self) -> None:
+        """Take the run's lock; raise LockError if a trainer has it. Raise, too, unless a source still has the
+        checkpoint: it, or its run, may have been deleted meanwhile."""
+        self.owned.enter_context(owned_folder(self.reader.config, COMMAND))
         stores, id = self.reader.stores, self.checkpoint.id
         unread: TierfallError | None = None
         for tier in self.checkpoint.copies:

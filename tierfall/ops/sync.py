@@ -424,19 +424,19 @@ def write_copy(
     shards: Iterable[Shard] | None = None,
     owed: tuple[CheckpointId, ...] = (),
     repairs: bool = False,
-    check_source: Callable[[], None] = lambda: None,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> Commit:
     """Write the images of all ranks, or of ``shards``, and the commit record; in place of a damaged copy, if it
-    ``repairs`` one: what the tier was ``owed`` is only in its own record. ``check_source`` is called before the record
-    is written, and may raise."""
+    ``repairs`` one: what the tier was ``owed`` is only in its own record. ``before_commit`` is called once all images
+    are there, and may raise."""
     run, world_size = source.commit.lineage.run, source.commit.world_size
     if shards is None:
         shards = [Shard(rank, world_size) for rank in range(world_size)]
     limits = lane_limits(store, config)
     files = send(source, store, limits, shards, attempt=attempt, on_bytes=on_bytes, anew=repairs)
+    before_commit()
     # What another process has left there, and was not continued.
     store.backend.discard_unfinished(keys.step_prefix(run, source.commit.lineage.checkpoint))
-    check_source()
     return commit_copy(source.commit, store, files, attempt=attempt, owed=owed, repairs=repairs)
 
 
