@@ -67,7 +67,7 @@ LINES = {
     ("core/runtime",): 2_117,
     ("core/ranks",): 2_196,
     ("core/capture", "core/sampling"): 3_953,
-    ("core/restore", "core/load", "core/copies"): 7_087,
+    ("core/restore", "core/load", "core/copies"): 7_290,
     ("core/compression",): 360,
     ("core/flush",): 7_234,
     ("policies",): 2_176,
@@ -75,14 +75,14 @@ LINES = {
     ("tiers",): 4_661,
     ("tierfall/config",): 2_083,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_062,
-    ("tierfall/ops",): 3_494,
+    ("tierfall/ops",): 3_933,
     ("tierfall/telemetry",): 1_951,
     ("tierfall/cli",): 3_700,
     ("tierfall/integrations",): 2_933,
     ("tierfall/imports", "tierfall/export"): 2_753,
     ("tierfall/plan",): 177,
     ("tierfall/demo",): 620,
-    ("tierfall", "core"): 371,
+    ("tierfall", "core"): 454,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 

@@ -20,7 +20,9 @@ from tierfall.core.types import errors
 
 FUNCTIONS = {
     "open": "config, *, run=None, process_group=None, fresh=False, replace=False",
-    "load": "config_or_path, *, step=None, attempt=None, only=None, map_location='cpu'",
+    "load": "config_or_path, *, step=None, attempt=None, only=None, map_location='cpu', cache=None, "
+    "cache_bytes=None",
+    "open_tensors": "source, *, step=None, attempt=None, cache=None, cache_bytes=None",
     "close_all": "",
     "read_pointer": "folder",
     "register_codec": "type, name, encode, decode",
@@ -85,7 +87,7 @@ VALUES = {
     "UnknownValue": {"name", "value", "reason"},
     "Fallback": set(),
 }
-OTHERS = {"Checkpointer", "Config", "SaveHandle", "errors"}
+OTHERS = {"Checkpointer", "Config", "SaveHandle", "Tensors", "errors"}
 
 
 def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:

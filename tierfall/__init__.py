@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tierfall import errors
-    from tierfall.api import close_all, load, open
+    from tierfall.api import close_all, load, open, open_tensors
     from tierfall.config import Config
     from tierfall.core.capture.handle import SaveHandle, SaveStats
     from tierfall.core.copies.chunk_reader import Fallback
     from tierfall.core.state.item import item, register_codec
     from tierfall.core.tensors.builtin_codecs import UnknownValue
     from tierfall.core.types.view import LossBound, PeerSurvival, SurvivalChance
+    from tierfall.ops.tensors import Tensors
     from tierfall.policies.cadence import TierCadence
     from tierfall.run.checkpointer import Checkpointer
     from tierfall.setup.pointer import Pointer, read_pointer
@@ -55,6 +56,7 @@ __all__ = [
     "ShardSource",
     "Statistics",
     "SurvivalChance",
+    "Tensors",
     "TierCadence",
     "UnknownValue",
     "close_all",
@@ -62,6 +64,7 @@ __all__ = [
     "item",
     "load",
     "open",
+    "open_tensors",
     "read_pointer",
     "register_codec",
 ]
@@ -74,11 +77,13 @@ _MODULES = {
     "SaveHandle": "tierfall.core.capture.handle",
     "SaveStats": "tierfall.core.capture.handle",
     "Statistics": "tierfall.telemetry.figures",
+    "Tensors": "tierfall.ops.tensors",
     "UnknownValue": "tierfall.core.tensors.builtin_codecs",
     "close_all": "tierfall.api",
     "item": "tierfall.core.state.item",
     "load": "tierfall.api",
     "open": "tierfall.api",
+    "open_tensors": "tierfall.api",
     "read_pointer": "tierfall.setup.pointer",
     "register_codec": "tierfall.core.state.item",
 }

@@ -1,19 +1,20 @@
-"""``tierfall.open`` and ``tierfall.load``."""
+"""``tierfall.open``, ``tierfall.load`` and ``tierfall.open_tensors``."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tierfall.backends.open import refuse_step_path
 from tierfall.config import Config, load_config
+from tierfall.config.fields import is_address
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint
@@ -24,8 +25,10 @@ from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import fill_first
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
+from tierfall.core.types.units import parse_size_with_unit
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.reader import RunReader, find_place, find_pointer
+from tierfall.ops.reader import RunPath, RunReader, find_address, find_place, find_pointer
+from tierfall.ops.tensors import OpenCheckpoint, Tensors
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.run.open_run import damage_reporter, failed_by_exception, open_run_on, open_runs
 from tierfall.run.saver import as_step
@@ -34,6 +37,7 @@ from tierfall.setup.tiers import SHARD
 from tierfall.telemetry.progress import reading
 
 logger = logging.getLogger("tierfall")
+T = TypeVar("T")
 _YAML = (".yaml", ".yml")
 LOAD_CHUNKS = 2
 """Chunks that ``load`` has in memory beside its result."""
@@ -98,12 +102,17 @@ def load(
     attempt: int | None = None,
     only: Sequence[str] | None = None,
     map_location: str | torch.device = "cpu",
+    cache: str | os.PathLike[str] | None = None,
+    cache_bytes: int | str | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint as a nested dict of what each ``state_dict()`` returned, without a training loop.
 
     ``config_or_path`` is a configuration, of which all tiers are read, host memory too; or a path: a .yaml file, a
     tier's root with one run in it, a run's folder, a step's folder, a shard, or a folder with a pointer
-    (``Checkpointer.write_pointer``). ``only`` are dotted names: these parts are read, as by ``Checkpointer.load``.
+    (``Checkpointer.write_pointer``); or an address of a tier, a run, a step or a shard, such as ``s3://bucket/run``.
+    ``only`` are dotted names: these parts are read, as by ``Checkpointer.load``. ``cache`` is a folder of this machine
+    for the chunks that other file systems and stores have sent, of at most ``cache_bytes``; by default, of half of the
+    room there.
 
     Every chunk is verified; nothing is unpickled. A value whose class this process has not imported, or that has no
     codec here, is an ``UnknownValue``. The images of several ranks are merged; of values that differ between ranks,
@@ -114,45 +123,110 @@ def load(
     """
     choices = Choices(only=only, doing="load")
     plan = partial(plan_load, map_location=map_location, choices=choices)
-    request = RestoreRequest(
-        step=None if step is None else as_step(step, doing="load"),
-        attempt=None if attempt is None else as_step(attempt, doing="load", what="attempt"),
-        operation="load",
+    request = _request("load", step, attempt)
+    check_device(map_location)
+    kept = _cache_folder(cache, cache_bytes)
+    return _at_source(config_or_path, request, partial(_load_config, plan=plan, cache=kept))
+
+
+@public_call
+def open_tensors(
+    source: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    *,
+    step: int | None = None,
+    attempt: int | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    cache_bytes: int | str | None = None,
+) -> Tensors:
+    """Open a checkpoint for reading its tensors by name, whole or in part, without loading the rest; use the result as
+    a context manager.
+
+    All arguments are those of ``load``. This reads the headers of all images; a tensor, or a part of one, then costs
+    the chunks that it is in, each once, and each is verified. What ranks hold of one tensor is one tensor, by its
+    global shape. A shard has the blocks of its rank.
+
+    Raises what ``load`` raises. So does a read: if the checkpoint is deleted meanwhile, it says so.
+    """
+    request = _request("open_tensors", step, attempt)
+    kept = _cache_folder(cache, cache_bytes)
+
+    def open_at(config: Config, request: RestoreRequest, shard: Shard = SHARD) -> Tensors:
+        places = {tier.name: tier.place for tier in config.storage}
+        report = damage_reporter(config.run, places)
+        return Tensors(OpenCheckpoint(config, request, shard, kept, report))
+
+    return _at_source(source, request, open_at)
+
+
+def _request(doing: str, step: int | None, attempt: int | None) -> RestoreRequest:
+    return RestoreRequest(
+        step=None if step is None else as_step(step, doing=doing),
+        attempt=None if attempt is None else as_step(attempt, doing=doing, what="attempt"),
+        operation=doing,
         advice="or load from another tier's folder",
         in_place=False,
     )
-    check_device(map_location)
-    if isinstance(config_or_path, str | os.PathLike):
-        refuse_step_path(os.fspath(config_or_path))
-        path = Path(config_or_path).expanduser()
-        if (pointer := find_pointer(path)) is not None:
-            return _load_pointer(path, pointer, request, plan)
+
+
+def _cache_folder(
+    folder: str | os.PathLike[str] | None, bytes_max: int | str | None
+) -> tuple[Path, int | None] | None:
+    """Check the arguments ``cache`` and ``cache_bytes``."""
+    if folder is None:
+        if bytes_max is not None:
+            raise ConfigError("cache_bytes is the size of a cache: name its folder by cache=")
+        return None
+    if not isinstance(folder, str | os.PathLike) or is_address(folder):
+        raise ConfigError(f"cache={folder!r:.80} is not a folder of this machine")
+    size = None if bytes_max is None else parse_size_with_unit(bytes_max)
+    return Path(folder).expanduser().absolute(), size
+
+
+def _at_source(
+    source: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    request: RestoreRequest,
+    read: Callable[..., T],
+) -> T:
+    """Call ``read`` with the configuration that a source names, the request, and the shard if it names one."""
+    doing = request.operation
+    if isinstance(source, str | os.PathLike):
+        refuse_step_path(os.fspath(source))
+        if is_address(source):
+            return _at_place(str(source), find_address(str(source), doing), request, read)
+        path = Path(source).expanduser()
+        if (pointer := find_pointer(path, doing)) is not None:
+            return _at_pointer(path, pointer, request, read)
         if path.suffix not in _YAML:
-            return _load_path(path, request, plan)
-    return _load_config(load_config(config_or_path), request, plan)
+            return _at_place(path, find_place(path, doing), request, read)
+    return read(load_config(source), request)
 
 
-def _load_pointer(
-    path: Path, pointer: Pointer, request: RestoreRequest, plan: MakePlan
-) -> dict[str, Any]:
+def _at_pointer(path: Path, pointer: Pointer, request: RestoreRequest, read: Callable[..., T]) -> T:
     request = _within(pointer.checkpoint, request, path)
     try:
-        return _load_config(pointer.config(), request, plan)
+        return read(pointer.config(), request)
     except RestoreError as error:
+        prefix = f"{request.operation}: "
         raise RestoreError(
-            f"load: {path} points to checkpoint {pointer.checkpoint} of run {pointer.run!r}: "
-            + str(error).removeprefix("load: ")
+            f"{prefix}{path} points to checkpoint {pointer.checkpoint} of run {pointer.run!r}: "
+            + str(error).removeprefix(prefix)
         ) from error
 
 
 def _load_config(
-    config: Config, request: RestoreRequest, plan: MakePlan, shard: Shard = SHARD
+    config: Config,
+    request: RestoreRequest,
+    shard: Shard = SHARD,
+    *,
+    plan: MakePlan,
+    cache: tuple[Path, int | None] | None = None,
 ) -> dict[str, Any]:
     """Load from the tiers of a configuration. A trainer may delete a checkpoint that is being read: if no step was
     named, what is newest then is loaded."""
     with RunReader(config) as reader:
         places = {name: store.place for name, store in reader.stores.items()}
         tally = ReadTally(found_damage=damage_reporter(config.run, places))
+        kept = None if cache is None else reader.cache_in(*cache)
 
         def choose_now(request: RestoreRequest) -> list[KnownCheckpoint]:
             reader.reopen_memory()
@@ -162,7 +236,9 @@ def _load_config(
             checkpoint: KnownCheckpoint, tiers: Sequence[str], tally: ReadTally
         ) -> CheckpointReader:
             images = reader.opener()
-            return CheckpointReader(checkpoint, tiers, images, tally, chunks_max=LOAD_CHUNKS)
+            return CheckpointReader(
+                checkpoint, tiers, images, tally, chunks_max=LOAD_CHUNKS, cache=kept
+            )
 
         with reading("load", tally, lambda: reader.memory_folder):
             restored = fill_first(
@@ -180,29 +256,31 @@ def _load_config(
         return restored.plan.loaded
 
 
-def _load_path(path: Path, request: RestoreRequest, plan: MakePlan) -> dict[str, Any]:
-    place = find_place(path)
+def _at_place(
+    path: Path | str, place: RunPath, request: RestoreRequest, read: Callable[..., T]
+) -> T:
     if place.checkpoint is not None:
         request = _within(place.checkpoint, request, path)
     try:
-        return _load_config(place.settings(), request, plan, place.shard or SHARD)
+        return read(place.settings(), request, place.shard or SHARD)
     except RestoreError as error:
-        text = f"load: {path}: {str(error).removeprefix('load: ')}"
+        prefix = f"{request.operation}: "
+        text = f"{prefix}{path}: {str(error).removeprefix(prefix)}"
         lost = isinstance(error.__cause__, UnreachableError)
         elsewhere = None if lost else place.advice_if_moved()
         if elsewhere is not None:
-            text = f"{text}; {elsewhere}" if place.checkpoint else f"load: {elsewhere}"
+            text = f"{text}; {elsewhere}" if place.checkpoint else f"{prefix}{elsewhere}"
         raise RestoreError(text) from error
 
 
-def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path) -> RestoreRequest:
+def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path | str) -> RestoreRequest:
     """Return the request for the checkpoint that a path names; ConfigError where it names another one."""
     if request.step not in (None, checkpoint.step) or request.attempt not in (
         None,
         checkpoint.attempt,
     ):
         raise ConfigError(
-            f"load: {path} is checkpoint {checkpoint}, but step={request.step} and attempt={request.attempt} were "
-            "asked for; name the run's folder instead"
+            f"{request.operation}: {path} is checkpoint {checkpoint}, but step={request.step} and "
+            f"attempt={request.attempt} were asked for; name the run's folder instead"
         )
     return replace(request, step=checkpoint.step, attempt=checkpoint.attempt)

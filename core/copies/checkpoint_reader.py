@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.copies.chunk_cache import ChunkCache
 from tierfall.core.copies.chunk_reader import (
     BUFFER_BYTES,
     BufferRing,
@@ -142,7 +143,8 @@ class CheckpointReader:
     """Opens images on first use, and reads for this rank only.
 
     Stored chunks are read through ``ring``; without it through buffers of this reader until ``close``, for at most
-    ``chunks_max`` chunks, if given. ``touched``: targets may have been written to.
+    ``chunks_max`` chunks, if given. ``touched``: targets may have been written to. ``cache`` keeps chunks of slower
+    tiers.
     """
 
     checkpoint: KnownCheckpoint
@@ -152,6 +154,7 @@ class CheckpointReader:
     ring: BufferRing | None = None
     chunks_max: int | None = None
     touched: bool = False
+    cache: ChunkCache | None = None
     _own: BufferRing | None = None
     _found: dict[int, tuple[list[Image], Manifest] | TierfallError] = field(default_factory=dict)
     _locks: dict[int, threading.Lock] = field(default_factory=dict)
@@ -170,8 +173,8 @@ class CheckpointReader:
 
     def header_bytes(self, rank: int) -> memoryview:
         """Read the bytes of that header."""
-        images, manifest = self.find(rank)
-        return ChunkReader(images, manifest, self.tally).read(0, allocate(manifest.data_start))
+        reader = self._reader(rank)
+        return reader.read(0, allocate(reader.manifest.data_start))
 
     def headers(self, ranks: Iterable[int]) -> dict[int, ImageHeader]:
         """Read the headers of the images of ``ranks``, without numbers that are not ranks; raises as ``header``
@@ -197,8 +200,10 @@ class CheckpointReader:
 
     def part(self, rank: int, fills: Sequence[Fill]) -> ImageFills:
         """Return what is filled from one rank's image, and how it is read."""
-        images, manifest = self.find(rank)
-        return ImageFills(ChunkReader(images, manifest, self.tally), fills)
+        return ImageFills(self._reader(rank), fills)
+
+    def _reader(self, rank: int) -> ChunkReader:
+        return ChunkReader(*self.find(rank), self.tally, self.cache)
 
     def read(
         self,

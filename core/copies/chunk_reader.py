@@ -22,6 +22,8 @@ import torch
 import xxhash
 
 from tierfall.core.compression.codec import frame_bytes_max
+from tierfall.core.copies import chunk_cache
+from tierfall.core.copies.chunk_cache import ChunkCache
 from tierfall.core.copies.images import READ_THREADS, Image, check_digest, read_chunk
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
 from tierfall.core.load.build import Fill
@@ -110,11 +112,18 @@ class ReadTally:
 class ChunkReader:
     """Reads verified chunks of one image from any good copy. Thread-safe."""
 
-    def __init__(self, images: Sequence[Image], manifest: Manifest, tally: ReadTally) -> None:
-        """``images`` are copies with this manifest, fastest first."""
+    def __init__(
+        self,
+        images: Sequence[Image],
+        manifest: Manifest,
+        tally: ReadTally,
+        cache: ChunkCache | None = None,
+    ) -> None:
+        """``images`` are copies with this manifest, fastest first; ``cache`` is faster than those on its tiers."""
         self.images = images
         self.manifest = manifest
         self._tally = tally
+        self._cache = cache
 
     def read(self, index: int, buffer: memoryview) -> memoryview:
         """Return the verified bytes of chunk ``index``, which may be in ``buffer``. Raises as ``read_from`` does."""
@@ -131,8 +140,13 @@ class ChunkReader:
         id = self.manifest.lineage.checkpoint
         failures: list[TierfallError] = []
         for image in self.images:
+            cache = self._cache if self._cache and image.tier in self._cache.tiers else None
             if is_being_filled(buffer):
                 buffer = allocate(len(buffer))
+            view = buffer[: end - start]
+            if cache is not None and cache.read(self.manifest.digests[index], view):
+                self._tally.read(chunk_cache.NAME, end - start)
+                return view, chunk_cache.NAME
             try:
                 view = read_chunk(
                     image,
@@ -147,6 +161,8 @@ class ChunkReader:
                 self._tally.note_damage(image.tier, id, error)
                 continue
             self._tally.read(image.tier, end - start)
+            if cache is not None:
+                cache.keep(self.manifest.digests[index], view)
             return view, image.tier
         for failure in failures:
             if not failure.is_damage:

@@ -116,7 +116,7 @@ def check_names(header: ImageHeader, choices: Choices, live: Iterable[str]) -> N
         if not any(_matches(name, pattern) for name in both):
             raise RestoreError(
                 f"restore: {what}={pattern!r} names nothing in {header.what} or in the state; nearest: "
-                f"{_nearest(pattern, both)}"
+                f"{nearest(pattern, both)}"
             )
     for name in choices.retype or ():
         if name not in header.types:
@@ -135,11 +135,11 @@ def _check_only(prefix: str, names: Sequence[str], what: str, doing: str) -> Non
             f"{doing}: only={prefix!r} is a part of {whole!r}, which can only be restored as a whole: pass {whole!r}"
         )
     raise RestoreError(
-        f"{doing}: {what} has no entry named {prefix!r}; nearest: {_nearest(prefix, names)}"
+        f"{doing}: {what} has no entry named {prefix!r}; nearest: {nearest(prefix, names)}"
     )
 
 
-def _nearest(wanted: str, names: Iterable[str]) -> str:
+def nearest(wanted: str, names: Iterable[str]) -> str:
     known = {part for name in names for part in (*names_above(name), name)}
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3)
     return ", ".join(near or sorted(known)[:3])
@@ -199,7 +199,7 @@ def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader
         if not any(naming.is_within(name, old) for name in names):
             raise RestoreError(
                 f"restore: rename={{{old!r}: ...}}: {header.what} has no entry of that name; nearest: "
-                f"{_nearest(old, names)}"
+                f"{nearest(old, names)}"
             )
     renaming = _Renamer(rules)
     tree = renaming.node(header.tree, "", "")

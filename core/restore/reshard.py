@@ -210,7 +210,8 @@ class BlockReads:
     rest.
 
     A wanted and a stored block intersect in a box. A box that is one byte range in both blocks is read to its target;
-    else the stored rows that contain it are read into a buffer, and the box is copied out of them afterwards.
+    else the stored bytes from its first to its last element are read into a buffer, and the box is copied out of them
+    afterwards.
     """
 
     def __init__(
@@ -313,11 +314,13 @@ class BlockReads:
             to = _element_number(in_wanted, lengths) * item
             self._read(block.rank, start, start + length, target[to : to + length])
             return
-        rows, row = size[0], math.prod(block.lengths[1:]) * item
-        start = block.start + in_stored[0] * row
-        buffer = torch.empty(rows * row, dtype=torch.uint8)
-        self._read(block.rank, start, start + rows * row, buffer)
-        source = _cut(buffer.view(rows, *block.lengths[1:], item), [0, *in_stored[1:]], size)
+        last = [at + n - 1 for at, n in zip(in_stored, size, strict=True)]
+        first, end = (_element_number(at, block.lengths) for at in (in_stored, last))
+        start, length = block.start + first * item, (end + 1 - first) * item
+        buffer = torch.empty(length, dtype=torch.uint8)
+        self._read(block.rank, start, start + length, buffer)
+        strides = [math.prod(block.lengths[d + 1 :]) * item for d in range(len(size))]
+        source = buffer.as_strided((*size, item), (*strides, 1))
         whole = target.view(*lengths, item)
         self._copies.append(_RowCopy(_cut(whole, in_wanted, size), source))
 

@@ -382,6 +382,34 @@ def test_load_returns_whole_tensors_and_the_values_of_each_rank(
     assert found == [[2, digest, 100 + rank] for rank in range(4)]
 
 
+@pytest.mark.parametrize("layout", ["fsdp", "tp-fsdp"])
+def test_a_tensor_of_four_ranks_is_one_and_is_cut_across_their_images(
+    tmp_path: Path, trained: Trained, layout: str
+) -> None:
+    trained(layout)
+    loaded = tierfall.load(tmp_path / "pfs")
+    expected = {f"model.{name}": each for name, each in loaded["model"].items()}
+    with tierfall.open_tensors(tmp_path / "pfs") as tensors:
+        assert expected.keys() < {*tensors}
+        for name, whole in expected.items():
+            assert equal(tensors[name], whole), name
+            part = tensors.slice(name)
+            assert part.shape == whole.shape
+            for index in (slice(5, 9), -1, (..., slice(1, None, 3)), slice(0, None, 7)):
+                assert torch.equal(part[index], whole[index]), (name, index)
+        moments = loaded["optimizer"]["state"]
+        assert any(
+            equal(tensors["optimizer.state.model.0.weight.exp_avg"], each["exp_avg"])
+            for each in moments.values()
+        )
+        images = [(step_folder(tmp_path, "pfs", 2) / image(rank)).stat().st_size for rank in ALL]
+        [tensors[name] for name in tensors]
+        assert sum(tensors.sources.values()) == sum(images), "each chunk once, replicas too"
+    shard = step_folder(tmp_path, "pfs", 2) / image(1)
+    with tierfall.open_tensors(shard) as tensors:
+        assert equal(tensors["model.0.weight"], tierfall.load(shard)["model"]["0.weight"])
+
+
 def test_replicas_are_written_once_and_those_that_differ_fail_that_save_by_name(
     four: Crew, folder: str, tmp_path: Path
 ) -> None:

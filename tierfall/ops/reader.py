@@ -10,18 +10,21 @@ statuses, locks and last events of a run's processes: whether one is alive is kn
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from tierfall.backends.open import check_url
 from tierfall.backends.posix.backend import NoFolderError
 from tierfall.config import Config, PeerTierConfig, load_config
 from tierfall.config.fields import is_address
 from tierfall.core.copies.checkpoint_reader import OpenImage, image_opener
+from tierfall.core.copies.chunk_cache import ChunkCache
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Lineage, parse_commit
 from tierfall.core.runtime.bounded_calls import BoundedCalls
@@ -113,8 +116,7 @@ def config_of_place(place: str, run: str | None) -> Config:
     Raises ConfigError if ``run`` is not given, and the tier has not one run; else the error of a tier that could not be
     read.
     """
-    tier: dict[str, object] = {"name": "store", "kind": TierKind.OBJECT.value, "url": place}
-    advice = ""
+    root, advice = place, ""
     if not is_address(place):
         folder = Path(place).expanduser().absolute()
         try:
@@ -124,8 +126,8 @@ def config_of_place(place: str, run: str | None) -> Config:
                 advice = f"; did you mean {folder / 'tiers.yaml'}?"
         except OSError as refusal:
             raise UnreachableError(f"{place} could not be listed: {refusal.strerror}") from refusal
-        tier = {"name": "disk", "kind": TierKind.FILE.value, "path": str(folder)}
-    config = _reading_only(tier, run or "run")
+        root = str(folder)
+    config = _reading_only(root, run or "run")
     if run is not None:
         return config
     names, errors = find_runs(config)
@@ -138,8 +140,12 @@ def config_of_place(place: str, run: str | None) -> Config:
     raise ConfigError(f"{shown} has {found}{advice}")
 
 
-def _reading_only(tier: Mapping[str, object], run: str, **more: object) -> Config:
+def _reading_only(root: str, run: str, **more: object) -> Config:
+    """Return a configuration that only reads a run in a folder, or at an address, and no memory."""
     host = {"name": "host", "kind": TierKind.HOST.value, "folder": NO_MEMORY}
+    tier = {"name": "disk", "kind": TierKind.FILE.value, "path": root}
+    if is_address(root):
+        tier = {"name": "store", "kind": TierKind.OBJECT.value, "url": root}
     return load_config({"run": run, "tiers": [host, {**tier, "read_only": True}], **more})
 
 
@@ -293,6 +299,22 @@ class RunReader:
         """Return a function that opens images, also those in memory now."""
         return image_opener(self.stores, self.config.host.name, regions_in(self._hosts))
 
+    def cache_in(self, folder: Path, bytes_max: int | None) -> ChunkCache:
+        """Return the cache in a folder, for the stored tiers that are not on its file system."""
+        cache, places = (
+            ChunkCache(folder, bytes_max),
+            {t.name: t.folder for t in self.config.storage},
+        )
+
+        def find_device(store: StoredTier) -> int | None:
+            place = places[store.name]
+            return None if place is None else os.stat(place).st_dev
+
+        stores = [store for name, store in self.stores.items() if name in places]
+        found = call_tiers(stores, find_device, self.config, BoundedCalls())
+        cache.tiers = {n for n, x in found.items() if x.error is None and x.value != cache.device}
+        return cache
+
     def close(self) -> None:
         close_stores(self.stores, ANSWER_S)
         self._close_memory()
@@ -306,34 +328,65 @@ class RunReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPath:
-    """What a path names: a tier's root, a run in it, and optionally one checkpoint and one shard."""
+    """What a path or an address names: a tier's root, a run in it, and optionally one checkpoint and one shard."""
 
-    root: Path
+    root: Path | str
     run: str
     checkpoint: CheckpointId | None = None
     shard: Shard | None = None
 
     def settings(self) -> Config:
         """Return a configuration that reads the run there, and no memory."""
-        tier = {"name": "disk", "kind": TierKind.FILE.value, "path": str(self.root)}
-        return _reading_only(tier, self.run, max_wait=f"{PATH_ANSWER_S}s")
+        return _reading_only(str(self.root), self.run, max_wait=f"{PATH_ANSWER_S}s")
 
     def advice_if_moved(self) -> str | None:
         """Return where the folder belongs, by the commit records in it; None where it is there, or that is not
         known."""
+        if isinstance(self.root, str):
+            return None
         folder = self.root / self.run
         if self.checkpoint is not None:
             folder /= keys.step_folder(self.checkpoint)
         return _answer_of(folder, lambda: advice_if_moved(folder))
 
 
-def find_place(path: Path) -> RunPath:
+def find_place(path: Path, doing: str = "load") -> RunPath:
     """Resolve a path, as ``resolve_path`` does. Raises RestoreError if its file system does not answer for
     PATH_ANSWER_S seconds."""
-    return _answer_of(path, lambda: resolve_path(path))
+    return _answer_of(path, lambda: resolve_path(path, doing), doing)
 
 
-def resolve_path(path: Path) -> RunPath:
+def find_address(url: str, doing: str = "load") -> RunPath:
+    """Resolve an address: a tier's root with one run, a run, a step or a shard in it.
+
+    Raises ConfigError where it is none of these, and the error of a store that could not be read.
+    """
+    check_url(url)
+    above, _, last = url.rstrip("/").rpartition("/")
+    shard = keys.parse_shard(last)
+    if shard is not None:
+        above, _, last = above.rpartition("/")
+    root, run, checkpoint = above, last, keys.parse_step_folder(last)
+    if checkpoint is not None:
+        root, _, run = above.rpartition("/")
+    elif shard is None:
+        names, errors = find_runs(_reading_only(url, "run"))
+        for error in errors.values():
+            raise RestoreError(f"{doing}: {url} could not be read: {error}") from error
+        if len(names) > 1:
+            runs = format_some(names)
+            raise ConfigError(
+                f"{doing}: {url} has the runs {runs}: name one, such as {url.rstrip('/')}/{names[0]}"
+            )
+        root, run = (url.rstrip("/"), names[0]) if names else (root, run)
+    if not is_address(root) or not keys.NAME_PATTERN.match(run) or (shard and not checkpoint):
+        raise ConfigError(
+            f"{doing}: {url} is no tier with one run, no run (.../RUN), no step (.../RUN/step-...-a...) and no shard"
+        )
+    return RunPath(root=root, run=run, checkpoint=checkpoint, shard=shard)
+
+
+def resolve_path(path: Path, doing: str = "load") -> RunPath:
     """Resolve a path: a tier's root with one run, a run's folder, a step's folder or a shard.
 
     Raises ConfigError where it is none of these.
@@ -345,55 +398,57 @@ def resolve_path(path: Path) -> RunPath:
         is_image = shard is not None and path.name in {keys.shard_name(shard, c) for c in Codec}
         if is_image and not (path.parent / keys.COMMIT_NAME).exists():
             raise ConfigError(
-                f"load: {path} is a shard without the records of its checkpoint, which it is verified by: copy the "
+                f"{doing}: {path} is a shard without the records of its checkpoint, which it is verified by: copy the "
                 "whole folder of the step, below one with the name of its run; safetensors.torch.load_file opens the "
                 "file alone"
             )
         if shard is None or checkpoint is None or not is_image:
             raise ConfigError(
-                f"load: {path} is not a shard of tierfall's (RUN/step-...-a.../rank-...-of-....safetensors, "
+                f"{doing}: {path} is not a shard of tierfall's (RUN/step-...-a.../rank-...-of-....safetensors, "
                 ".zst or .tfz behind it where it is packed). A file of torch.save is read by torch.load, another "
                 "safetensors file by safetensors.torch.load_file"
             )
-        return _place(path.parent, checkpoint, shard)
+        return _place(path.parent, checkpoint, shard, doing=doing)
     if not path.is_dir():
         raise ConfigError(
-            f"load: {path} does not exist; expected a .yaml file, a folder or a shard"
+            f"{doing}: {path} does not exist; expected a .yaml file, a folder or a shard"
         )
     if checkpoint := keys.parse_step_folder(path.name):
-        return _place(path, checkpoint)
+        return _place(path, checkpoint, doing=doing)
     if is_run(path):
         return RunPath(root=path.parent, run=path.name)
     runs = sorted(child.name for child in path.iterdir() if child.is_dir() and is_run(child))
     if len(runs) == 1:
         return RunPath(root=path, run=runs[0])
     if _written_as(path) is not None and (elsewhere := advice_if_moved(path)):
-        raise ConfigError(f"load: {path} is a step's folder under another name: {elsewhere}")
+        raise ConfigError(f"{doing}: {path} is a step's folder under another name: {elsewhere}")
     found = "it holds no run"
     if runs:
         found = f"it holds the runs {', '.join(runs[:8])}: name one, such as {path / runs[0]}"
-    raise ConfigError(f"load: {path} is no run of tierfall and no tier with one run: {found}")
+    raise ConfigError(f"{doing}: {path} is no run of tierfall and no tier with one run: {found}")
 
 
-def _place(folder: Path, checkpoint: CheckpointId, shard: Shard | None = None) -> RunPath:
+def _place(
+    folder: Path, checkpoint: CheckpointId, shard: Shard | None = None, *, doing: str
+) -> RunPath:
     run = folder.parent.name
     if not keys.NAME_PATTERN.match(run):
         elsewhere = advice_if_moved(folder) or "put it below a folder with the name of its run"
-        raise ConfigError(f"load: {folder} is not below a run's folder: {elsewhere}")
+        raise ConfigError(f"{doing}: {folder} is not below a run's folder: {elsewhere}")
     return RunPath(root=folder.parent.parent, run=run, checkpoint=checkpoint, shard=shard)
 
 
-def find_pointer(path: Path) -> Pointer | None:
+def find_pointer(path: Path, doing: str = "load") -> Pointer | None:
     """Return the pointer at a path, None where there is none. Raises as ``read_pointer`` and ``find_place`` do."""
-    return _answer_of(path, lambda: read_pointer(path) if is_pointer(path) else None)
+    return _answer_of(path, lambda: read_pointer(path) if is_pointer(path) else None, doing)
 
 
-def _answer_of(path: Path, call: Callable[[], T]) -> T:
+def _answer_of(path: Path, call: Callable[[], T], doing: str = "load") -> T:
     name = str(path)
     answer = BoundedCalls().call_all({name: call}, {name: PATH_ANSWER_S}, doing="open")[name]
     if isinstance(answer.error, UnreachableError):
         raise RestoreError(
-            f"load: {answer.error}. Try again once its file system answers, or load from another tier's folder"
+            f"{doing}: {answer.error}. Try again once its file system answers, or load from another tier's folder"
         ) from answer.error
     return answer.get()
 
