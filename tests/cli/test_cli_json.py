@@ -83,6 +83,7 @@ def test_the_page_has_what_the_commands_that_look_print(cli: Cli, tmp_path: Path
     page = Page()
     for words in ("ls", "latest", "runs", "show 3", "show 1 3", "watch --once", "prune --dry-run"):
         page.check(cli.json(*words.split()), words.split()[0])
+    page.check(cli.json("diff", "1", "3", "--values", code=1), "diff")
     size = ("--size", "64KiB", "--image", "9GiB", "--save-every", "1m")
     page.check(cli.json("check", *size), "check")
     first, second, _ = sorted((tmp_path / "far/run").glob("step-*"))
@@ -105,7 +106,19 @@ def test_the_page_has_what_the_commands_that_look_print(cli: Cli, tmp_path: Path
         ("repair", "file"),
         ("copy-of-a-checkpoint", "fraction"),
     }
-    looked = ("ls", "latest", "runs", "check", "verify", "prune", "manifest", "tensor", "id")
+    looked = (
+        "ls",
+        "latest",
+        "runs",
+        "diff",
+        "difference",
+        "check",
+        "verify",
+        "prune",
+        "manifest",
+        "tensor",
+        "id",
+    )
     assert page.unseen(*looked, "copy-of-a-checkpoint", "repair") <= rare
 
 

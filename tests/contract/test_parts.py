@@ -1,9 +1,10 @@
-"""Parts of a checkpoint: ``tierfall.open_tensors``, addresses, and the cache of chunks."""
+"""Parts of a checkpoint: ``tierfall.open_tensors``, addresses, the cache of chunks, and ``tierfall diff``."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -376,3 +378,93 @@ def test_processes_share_it_and_one_that_is_killed_leaves_nothing_that_counts(
         program.kill()
     assert size(nvme) <= (300 + 3 * 64) << 10
     assert equal(tierfall.load(address(run), cache=nvme)["big"], tensors_of()["big"])
+
+
+# diff --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Step 2 has another form; of steps 2 and 3, and 3 and 4, some values differ."""
+    with new_place(tmp_path_factory.mktemp("steps")) as place:
+        place.config(disk={}, far={"compress": {"codec": "planes"}}, chunk=CHUNK)
+        torch.manual_seed(1)
+        state = {
+            "frozen": torch.ones(100, 300),
+            "small": torch.zeros(3, dtype=torch.bfloat16),
+            "nan": torch.zeros(4),
+            "gone": torch.ones(3),
+            "form": torch.ones(3, 4),
+            "extra": {"epoch": 1, "nested": {"x": float("nan"), "a": np.arange(4)}},
+            "list": [[np.arange(4), 1]],
+        }
+        with place.open() as ckpt:
+            ckpt.save(1, state, block=True)
+            del state["gone"]
+            state["form"], state["new"] = torch.ones(4, 3), torch.ones(2, dtype=torch.complex64)
+            ckpt.save(2, state, block=True)
+            state["frozen"][50, 7] += 2
+            state["small"][1] = -3
+            state["nan"][2] = float("nan")
+            state["new"][1] += 3 - 4j
+            state["extra"]["epoch"], state["extra"]["nested"]["a"][2] = 2, 9
+            state["list"][0][0][1] = 7
+            ckpt.save(3, state, block=True)
+        yield place
+
+
+def test_diff_tells_by_digests_what_differs_and_what_may(steps: Place) -> None:
+    found = steps.json("diff", "2", "3", code=1)
+    assert [found[side]["step"] for side in "ab"] == [2, 3]
+    rows = {each["name"]: each["change"] for each in found["differences"]}
+    assert (rows.pop("frozen"), rows.pop("extra.epoch")) == ("differs", "differs")
+    assert rows.keys() >= {"small", "nan", "new", "extra", "list"}
+    assert {*rows.values()} == {"may differ"}
+    answer = steps.cli("diff", "2", "3", code=1)
+    assert "2@1 and 3@1: 2 entries differ, " in answer.err
+    assert "--values" in answer.err
+
+
+def test_diff_with_values_reads_what_that_leaves_open(steps: Place) -> None:
+    found = steps.json("diff", "2", "3", "--values", code=1)["differences"]
+    assert {each["name"]: (each["elements"], each["largest"]) for each in found} == {
+        "frozen": (1, 2.0),
+        "small": (1, 3.0),
+        "nan": (1, "nan"),
+        "new": (1, 5.0),
+        **dict.fromkeys(("extra.epoch", "extra", "list"), (None, None)),
+    }
+    assert {each["change"] for each in found} == {"differs"}
+    epoch = next(each for each in found if each["name"] == "extra.epoch")
+    assert (epoch["a"], epoch["b"]) == ("1", "2")
+
+
+def test_diff_reads_no_chunk_before_it_is_asked_for_values(steps: Place, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / folder_of(steps, 2).name
+    shutil.copytree(folder_of(steps, 2), folder)
+    flip(folder / IMAGE, (64 << 10) + 1)
+    assert "2@1 and 3@1: 2 entries differ" in steps.cli("diff", str(folder), "3", code=1).err
+    assert "is damaged" in steps.cli("diff", str(folder), "3", "--values", code=2).err
+
+
+def test_diff_names_what_one_side_lacks_and_other_forms(steps: Place) -> None:
+    for words in ((), ("--values",)):
+        rows = {
+            each["name"]: each
+            for each in steps.json("diff", "1", "2", *words, code=1)["differences"]
+        }
+        assert (rows["gone"]["change"], rows["gone"]["a"]) == ("only in A", "float32 [3]")
+        assert (rows["new"]["change"], rows["new"]["b"]) == ("only in B", "complex64 [2]")
+        form = rows["form"]
+        assert (form["change"], form["a"], form["b"]) == (
+            *("other form", "float32 [3, 4]", "float32 [4, 3]"),
+        )
+    assert rows.keys() == {"gone", "new", "form"}
+
+
+def test_diff_ends_as_diff_does_and_takes_paths(steps: Place) -> None:
+    other = str(steps.root / "far" / "run")
+    assert "are equal" in steps.cli("diff", "3", other).out
+    assert steps.json("diff", "latest", "3@1", "--values")["differences"] == []
+    for words in (("3", "9"), ("3", "./nowhere"), ("3", "x"), ("3",)):
+        assert "diff: " in steps.cli("diff", *words, code=2).err

@@ -19,6 +19,7 @@ from tierfall.cli.usage import (
     Exit,
     StepName,
     listen_to_warnings,
+    parse_source,
     parse_step,
     parser_of,
     remember,
@@ -105,6 +106,7 @@ _SIZE = parser_of(parse_size_with_unit)
 _EVERY = _later("tierfall.config.fields", "parse_every")
 _STEP_TIME = parser_of(parse_duration, 0.001, format_duration)
 _STEP_HELP = "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be restored."
+_SOURCE_HELP = f"{_STEP_HELP} Or the path or address of one, or of a run with its newest."
 _STEPS = _argument("STEP", f"{_STEP_HELP} May be repeated.", list[StepName], parse_step)
 _STEPS_IF_ANY = _argument(
     "STEP", f"{_STEP_HELP} May be repeated.", list[StepName], parse_step, None
@@ -313,6 +315,17 @@ _command(
         parse=_later("tierfall.config.fields", "listen_address"),
     ),
     metrics=_METRICS,
+)
+
+_command(
+    "diff",
+    "Show which tensors and values of two steps differ. It compares the digests of chunks, and reads none; --values "
+    "reads what they leave open, and shows the largest difference. The exit code is 0 if nothing differs, 1 if "
+    "something does, 2 if that could not be found out.",
+    module="tierfall.cli.look",
+    a=_argument("A", _SOURCE_HELP, StepName, parse_source),
+    b=_argument("B", _SOURCE_HELP, StepName, parse_source),
+    values=_flag("--values", "Read what may differ, and compare it."),
 )
 
 # Trusting --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+import tierfall
 from tierfall.cli.common import (
     CommandOutput,
     Part,
@@ -37,7 +39,16 @@ from tierfall.cli.common import (
     table,
     with_tier,
 )
-from tierfall.cli.usage import Asked, Exit, StepName, print_out, proposed, refuse, to_document
+from tierfall.cli.usage import (
+    Asked,
+    Exit,
+    StepName,
+    StepOrSource,
+    print_out,
+    proposed,
+    refuse,
+    to_document,
+)
 from tierfall.config import Config
 from tierfall.core.copies.images import checked_manifest
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
@@ -47,6 +58,7 @@ from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
     NotSupportedError,
+    TierfallError,
     UnreachableError,
 )
 from tierfall.core.types.text import members, to_json
@@ -57,6 +69,7 @@ from tierfall.core.types.units import (
     format_size,
 )
 from tierfall.core.types.values import Shard
+from tierfall.ops.diff import Change, compare
 from tierfall.ops.reader import (
     LIST_EVERY_S,
     HeldMemory,
@@ -776,3 +789,47 @@ def _drawn(console: Console, frame: RunView, rows: int) -> list[str]:
         for part in frame.shown(rows):
             console.print(part)
     return drawn.get().splitlines()
+
+
+# diff ------------------------------------------------------------------------------------------------
+
+
+def diff(answer: CommandOutput, a: StepOrSource, b: StepOrSource, values: bool) -> None:
+    """Show what differs between two steps; that something does is a problem, as for diff(1)."""
+    try:
+        with ExitStack() as opened:
+            sides = [opened.enter_context(_open_side(answer, side)).opened for side in (a, b)]
+            found = compare(*sides, values=values)
+    except TierfallError as error:
+        refuse(re.sub(r"\Aopen_tensors\b", "diff", str(error)), Exit.USAGE)
+    answer.document = {
+        **{name: members(one, "id") for name, one in zip("ab", sides, strict=True)},
+        "differences": [members(one) for one in found],
+    }
+    ids = " and ".join(str(one.id) for one in sides)
+    if not found:
+        answer.show(f"{ids} are equal")
+        return
+    names = ("NAME", "CHANGE", "A", "B", "ELEMENTS", "LARGEST")
+    rows = [
+        (
+            d.name,
+            str(d.change),
+            d.a or "",
+            d.b or "",
+            str(d.elements or ""),
+            format_metric(d.largest),
+        )
+        for d in found
+    ]
+    answer.show(table(names, rows, ("ELEMENTS", "LARGEST")))
+    left = sum(one.change is Change.MAY_DIFFER for one in found)
+    counts = [(len(found) - left, "differ"), (left, "may differ (--values reads them)")]
+    said = [f"{counted(n, 'entry', 'entries')} {verb}" for n, verb in counts if n]
+    answer.problem(f"{ids}: {', '.join(said)}")
+
+
+def _open_side(answer: CommandOutput, side: StepOrSource) -> tierfall.Tensors:
+    if isinstance(side, str):
+        return tierfall.open_tensors(side)
+    return tierfall.open_tensors(load_settings(answer.asked), step=side.step, attempt=side.attempt)

@@ -51,7 +51,7 @@ class Asked(NamedTuple):
 
 
 _OF_A_RUN = (
-    "check|ls|show|verify|drain|pin|unpin|tag|untag|prune|rm|forget|copy|prefetch|export|import"
+    "check|ls|show|diff|verify|drain|pin|unpin|tag|untag|prune|rm|forget|copy|prefetch|export|import"
 )
 """The commands that read or change one run."""
 _options = ""
@@ -93,6 +93,14 @@ def parse_step(text: str) -> StepName:
     if match is None:
         raise typer.BadParameter(f"{text!r}; expected 400, 400@7 for attempt 7's, or {_LATEST}")
     return StepName(int(match[1]), int(match[2]) if match[2] else None)
+
+
+StepOrSource = StepName | str
+
+
+def parse_source(text: str) -> StepOrSource:
+    """Parse STEP, or a path or an address in its place."""
+    return text if "/" in text else parse_step(text)
 
 
 def parser_of(
@@ -204,7 +212,7 @@ _AS_JSON = "tierfall.as_json"
 _HELP = frozenset(("-h", "--help"))
 GROUPS = {
     "Start": ("init", "check", "demo", "schema"),
-    "Look": ("ls", "show", "latest", "runs", "watch"),
+    "Look": ("ls", "show", "latest", "runs", "watch", "diff"),
     "Trust": ("verify", "drain"),
     "Change": ("pin", "unpin", "tag", "untag", "prune", "rm", "forget"),
     "Move": ("copy", "prefetch", "export", "import"),
