@@ -158,8 +158,12 @@ def test_a_terminal_has_one_line_that_goes_at_the_end(
 
 
 def test_what_is_quick_shows_nothing(
-    config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(progress, "EVERY_S", 60.0)  # however busy this machine is
     caplog.set_level(logging.INFO, "tierfall")
     tierfall.load(config)
     assert command(tmp_path, "verify")[1] == []
