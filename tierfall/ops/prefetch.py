@@ -275,7 +275,7 @@ class _Prefetch:
         unread: TierfallError | None = None
         for tier in self.checkpoint.copies:
             try:
-                if tier not in stores or stores[tier].is_committed(id):
+                if tier not in stores or stores[tier].find_copy(id) is not None:
                     return
             except TierfallError as error:
                 unread = error
