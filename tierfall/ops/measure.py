@@ -56,8 +56,8 @@ class TierMeasurement:
     """The measurements of one tier; None: not known.
 
     ``round_trip_s`` is the median of ``TRIPS`` bounded calls of ``stat``. ``fenced``: a newer start stops an older one
-    from committing there, at any moment. ``free_bytes`` is by the medium, ``capacity_bytes`` by the configuration;
-    ``run_bytes`` are those of this run's checkpoints there.
+    from committing there, at any moment. ``free_bytes`` is by the medium, without what ``keep_free`` keeps,
+    ``capacity_bytes`` by the configuration; ``run_bytes`` are those of this run's checkpoints there.
     ``read_only``: it is restored from, and not written to. ``error`` ended the measurement.
     """
 

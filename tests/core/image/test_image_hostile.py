@@ -16,8 +16,10 @@ from image_help import header_of, make_image
 from torch import nn
 
 from tierfall.core.image.header import read_header
+from tierfall.core.image.layout import TensorParts, plan_layout
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.load import plan_load
+from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import IntegrityError, NotSupportedError, TierfallError
 
 
@@ -363,3 +365,38 @@ def test_reading_allocates_no_more_than_the_image_has() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 20 * LAYOUT.data_start
+
+
+PARTS: list[Any] = [
+    [],
+    [[0, 8]],
+    [[0, 24], [1, 8]],
+    [[0, 8], [1, 8], [0, 24]],
+    [[0, 6], [1, 24]],
+    [[0, 8], [1, 32]],
+    [[0, -8], [1, 24]],
+    [[-1, 8], [1, 24]],
+    [[0, True], [1, 24]],
+    [[0], [1, 24]],
+    "01",
+    None,
+]
+
+
+@pytest.mark.parametrize("parts", [[[0, 8], [1, 24]], *PARTS])
+def test_a_tensor_that_is_not_the_sum_of_its_parts_is_refused(parts: Any) -> None:
+    view = walk_state(sample())
+    number = view.names.index("model.weight")
+    layout = plan_layout(view, {number: TensorParts(parts=((0, 8), (1, 24)), own=0)})
+    header = layout.header(view)
+    assert header is not None
+    table = json.loads(header[8:])
+    static = json.loads(table["__metadata__"]["tierfall"])
+    static["elsewhere"][0][3] = parts
+    table["__metadata__"]["tierfall"] = json.dumps(static)
+    text = json.dumps(table).encode().ljust(len(header) - 8)
+    image = struct.pack("<Q", len(text)) + text + bytes(layout.data_bytes)
+    if parts in PARTS:
+        refused(image, "model.weight|elsewhere")
+    else:
+        assert header_of(image).writers == {0, 1}
