@@ -106,7 +106,7 @@ def test_what_is_damaged_where_it_was_read_may_be_good_where_it_was_not(
     assert unread.startswith("tierfall: tier far could not be read: ")
     assert "damaged in every copy" in damaged
     assert damaged.endswith("; far could not be read and may hold a good copy")
-    assert cli("export", "2", "--to", str(image), code=1).err.count("\n") == 2, "other refusals too"
+    assert cli("export", "2", "--to", str(image), code=2).err.count("\n") == 2, "other refusals too"
 
 
 # Folders that are not there --------------------------------------------------------------------------

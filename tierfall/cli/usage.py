@@ -50,9 +50,7 @@ class Asked(NamedTuple):
     as_json: bool = False
 
 
-_OF_A_RUN = (
-    "check|ls|show|diff|verify|drain|pin|unpin|tag|untag|prune|rm|forget|copy|prefetch|export|import"
-)
+_OF_A_RUN = "check|ls|show|diff|verify|drain|pin|unpin|tag|untag|prune|rm|forget|copy|prefetch|export|import"
 """The commands that read or change one run."""
 _options = ""
 """The options of the command that runs by which another one finds the same run."""

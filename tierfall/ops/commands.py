@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -576,12 +576,13 @@ def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:
         done = {name: store for name, store in tiers.stores.items() if name not in failed}
         kept = foreign_files(tiers.config, done)
         if not failed:
-            memory = tiers.memory.folder
-            for path in (memory / MEMORY_NAME, *memory.glob("slot-*.lock")):
-                path.unlink(missing_ok=True)  # a lock whose file is gone is not taken: RunLock
+            (tiers.memory.folder / MEMORY_NAME).unlink(missing_ok=True)
         remove_status(tiers.memory.folder, tiers.memory.host.slot)
         undo.pop_all()
     tiers.close(keep=False)
+    with suppress(TierfallError), owned_folder(tiers.config, "tierfall rm") as folder:
+        for path in folder.glob("slot-*.lock"):  # last: a trainer may begin then
+            path.unlink(missing_ok=True)
     names = (tier.name for tier in config.chain)
     return DeletedRun(
         deleted=tuple(name for name in names if name not in failed), kept=kept, failed=failed
