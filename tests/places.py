@@ -76,6 +76,7 @@ class Place(ABC):
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
+                start_new_session=True,  # a Ctrl-C is for the tests, which then stop it
             )
 
     def _serve(self, command: Sequence[str | Path], port: int) -> None:
