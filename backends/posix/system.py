@@ -216,6 +216,7 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _MAY_PASS = (
     errno.EIO,
     errno.EREMOTEIO,
+    errno.ENODATA,  # a sector that cannot be read; GlusterFS: another node has just taken the name
     errno.ETIMEDOUT,
     errno.ESTALE,
     errno.ENOTCONN,

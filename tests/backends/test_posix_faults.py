@@ -175,6 +175,7 @@ def test_a_folder_that_is_removed_while_a_writer_begins_is_made_again(
         (errno.ESTALE, UnreachableError, True),
         (errno.ETIMEDOUT, UnreachableError, True),
         (errno.ENOTCONN, UnreachableError, True),
+        (errno.ENODATA, UnreachableError, True),
         (errno.EHOSTDOWN, UnreachableError, True),
         (errno.EACCES, AccessDeniedError, False),
         (errno.EROFS, AccessDeniedError, False),
