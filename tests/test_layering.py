@@ -71,7 +71,7 @@ LINES = {
     ("core/compression",): 360,
     ("core/flush",): 7_234,
     ("policies",): 2_176,
-    ("backends",): 5_743,
+    ("backends",): 5_748,
     ("tiers",): 4_661,
     ("tierfall/config",): 2_083,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_062,

@@ -21,6 +21,9 @@ from tests.place_program import MIB, is_state, sent_bytes, state_of
 from tests.places import PLACES, Gluster, Place
 from tests.steps import blank, save_steps, step_in, wait_until
 from tierfall.backends.conformance import CHECKS, check_promise
+from tierfall.backends.conformance.kit import get, in_threads, put
+from tierfall.core.types.backend import Publish
+from tierfall.core.types.errors import KeyExistsError
 
 pytestmark = pytest.mark.places
 PATIENCE_S = 120.0
@@ -133,6 +136,22 @@ def test_servers_that_die_in_mid_flush_and_come_back_get_every_save(
         assert "tier place accepts copies again" in caplog.text
         ckpt.save(3, state_of(3), block=True)
     assert [on_the_other_node(config, step) for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_of_two_nodes_that_create_one_key_at_once_one_wins(pfs: Gluster) -> None:
+    below = secrets.token_hex(6)
+    nodes = [pfs.backend(below, node) for node in Gluster.NODES]
+    for number in range(300):
+
+        def create(node: int, key: str = f"run/{number}") -> None:
+            put(nodes[node], key, bytes([node]), publish=Publish.IF_ABSENT)
+
+        errors = in_threads(2, create)
+        (winner,) = (node for node, error in enumerate(errors) if error is None)
+        assert isinstance(errors[1 - winner], KeyExistsError), errors
+        assert get(nodes[1 - winner], f"run/{number}") == bytes([winner])
+    for backend in nodes:
+        backend.close()
 
 
 @pytest.mark.parametrize("dead", Gluster.BRICKS)

@@ -375,7 +375,7 @@ class PosixWriter(WriterBase):
         self._busy = 0
         """Writes in progress."""
         self._coverage = Coverage()
-        self._name = unfinished_name(self._leaf)
+        self._name = unfinished_name(self._leaf, exclusive=publish is Publish.IF_ABSENT)
         self._resumed = False
         self._direct = -1
         self._begun_in = backend.folders.identity

@@ -1,7 +1,7 @@
 """Keys: the names that an object may have, checked in every call and again in what a listing returns.
 
 A key is one or more name components joined by '/', relative, without '..'. Names of unfinished objects begin with a
-prefix that no component of a key has, so the two never collide. This module knows no medium.
+prefix, or end in a suffix, that no component of a key has, so the two never collide. This module knows no medium.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ COMPONENT_BYTES_MAX = 255
 KEY_BYTES_MAX = 1024
 RESERVED_PREFIX = ".tierfall-"
 
-_UNFINISHED = re.compile(r"\.tierfall-[0-9]+-[0-9a-f]{16}\.part\Z")
+_UNFINISHED = re.compile(
+    r"(\.tierfall-[0-9]+-[0-9a-f]{16}\.part|\..+\.tierfall-[0-9]+-[0-9a-f]{16})\Z"
+)
 
 
 def check_key(key: str) -> str:
@@ -52,10 +54,13 @@ def is_component(name: str) -> bool:
     return _component_fault(name) is None
 
 
-def unfinished_name(leaf: str = "") -> str:
+def unfinished_name(leaf: str = "", *, exclusive: bool = False) -> str:
     """Return a new name for an unpublished object of this node, whose key ends in ``leaf``; the process id in it is for
-    people."""
-    return f"{RESERVED_PREFIX}{os.getpid()}-{_mark(leaf)}{secrets.token_hex(4)}.part"
+    people. ``exclusive``: the object is linked to its key if that is free. GlusterFS stores ``.NAME.suffix`` on the
+    server of NAME, and only there does the second of two links at the same moment fail."""
+    name = f"{RESERVED_PREFIX}{os.getpid()}-{_mark(leaf)}{secrets.token_hex(4)}"
+    whole = f".{leaf}{name}"
+    return whole if exclusive and len(whole.encode()) <= COMPONENT_BYTES_MAX else f"{name}.part"
 
 
 def is_unfinished_of(name: str, leaf: str) -> bool:
@@ -95,8 +100,8 @@ def _component_fault(part: str) -> str | None:
         unicodedata.category(letter) in ("Cc", "Cs") for letter in part
     ):
         return "a part contains a control character or is no valid Unicode"
-    if part.lower().startswith(RESERVED_PREFIX):
-        return f"a part begins with {RESERVED_PREFIX!r}, which is kept for unfinished objects"
+    if part.lower().startswith(RESERVED_PREFIX) or is_unfinished(part):
+        return f"a part has {RESERVED_PREFIX!r} in it, which is kept for unfinished objects"
     if len(part.encode()) > COMPONENT_BYTES_MAX:
         return f"a part is longer than {COMPONENT_BYTES_MAX} bytes"
     return None

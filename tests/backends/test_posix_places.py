@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -49,6 +50,23 @@ def test_a_root_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(BackendError, match=name):
         PosixBackend(tmp_path / name)
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_what_is_created_exclusively_lies_on_the_server_of_its_name(tmp_path: Path) -> None:
+    """GlusterFS finds the server of a file by its name, of ``.NAME.suffix`` by NAME (``rsync-hash-regex``)."""
+    backend = PosixBackend(tmp_path)
+    with backend.create("run/commit.json", length=1, publish=Publish.IF_ABSENT) as writer:
+        (name,) = os.listdir(tmp_path / "run")
+        found = re.fullmatch(r"\.(.+)\.[^.]+", name)
+        assert found is not None
+        assert found[1] == "commit.json"
+        assert list(backend.scan("")) == []
+        writer.write(0, memoryview(b"1"))
+        writer.publish()
+    assert os.listdir(tmp_path / "run") == ["commit.json"]
+    (tmp_path / "run" / name).touch()  # as a killed writer leaves it
+    assert backend.discard_unfinished("run/") == 1
+    backend.close()
 
 
 def test_a_folder_that_another_node_is_creating_is_waited_for(
@@ -175,7 +193,7 @@ def test_a_link_in_place_of_an_unfinished_object_is_not_written_through(
 ) -> None:
     monkeypatch.setattr(
         "tierfall.backends.posix.backend.unfinished_name",
-        lambda leaf: ".tierfall-1-0123456789abcdef.part",
+        lambda leaf, **more: ".tierfall-1-0123456789abcdef.part",
     )
     outside = root_of(linked).parent / "outside"
     (root_of(linked) / ".tierfall-1-0123456789abcdef.part").symlink_to(outside / "key")

@@ -57,6 +57,7 @@ def test_valid(key: str) -> None:
         ("é" * 128, "longer than 255"),
         ("/".join(["p" * 127] * 8) + "/p", "longer than 1024"),
         (".tierfall-1-0123456789abcdef.part", "kept for unfinished"),
+        (".commit.json.tierfall-1-0123456789abcdef", "kept for unfinished"),
         ("run/.tierfall-x", "kept for unfinished"),
         ("run/.TierFall-x/y", "kept for unfinished"),
         (None, "no text"),
