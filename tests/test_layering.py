@@ -75,7 +75,7 @@ LINES = {
     ("tiers",): 4_661,
     ("tierfall/config",): 2_083,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_062,
-    ("tierfall/ops",): 4_148,
+    ("tierfall/ops",): 4_152,
     ("tierfall/telemetry",): 1_951,
     ("tierfall/cli",): 3_776,
     ("tierfall/integrations",): 2_933,

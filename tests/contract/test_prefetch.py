@@ -189,6 +189,9 @@ def test_the_fastest_disk_with_room_gets_it(place: Place) -> None:
     small = {**NVME, "capacity": "3MiB"}
     place.config(nvme=small, nvme2=NVME, far=FAR)
     assert place.json("prefetch")["tier"] == "nvme2"
+    forget_this_node(place)
+    place.config(nvme={**NVME, "keep_free": "99.9%"}, nvme2=NVME, far=FAR)
+    assert place.json("prefetch")["tier"] == "nvme2"
     place.config(nvme=small, nvme2=small, far=FAR)
     forget_this_node(place)
     refused = place.cli("prefetch", code=1)

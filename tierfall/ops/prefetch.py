@@ -27,6 +27,7 @@ from tierfall.core.types.errors import (
     FencedError,
     IntegrityError,
     StepError,
+    StorageFullError,
     TierfallError,
 )
 from tierfall.core.types.units import format_size
@@ -137,7 +138,7 @@ class _Prefetch:
 
     def run(self, to: str | None) -> PrefetchResult:
         id, config = self.checkpoint.id, self.reader.config
-        refusals: list[CapacityError] = []
+        refusals: list[TierfallError] = []
         for name in self._targets() if to is None else [to]:
             wanted = self._wanted(name)
             ranks = tuple(shard.rank for shard in wanted)
@@ -150,7 +151,7 @@ class _Prefetch:
                 return PrefetchResult(id=id, holding=holding, ranks=ranks)
             try:
                 return self._bring(name, wanted)
-            except CapacityError as error:
+            except (CapacityError, StorageFullError) as error:
                 refusals.append(error)
         if refusals:
             raise CapacityError("; ".join(map(str, refusals)))
@@ -200,9 +201,10 @@ class _Prefetch:
         source = open_source(checkpoint, held, reader.opener())
         ranks = tuple(shard.rank for shard in wanted)
         total = sum(manifest.image_bytes for manifest in source.images.manifests(ranks).values())
-        self._check_tier(there, total)
+        needed = self._check_tier(there, total)
         progress = Progress(self.watch, total)
         with open_writable(reader.config, tier) as store:
+            store.check_room(needed)
             attempt = writing_attempt(reader, listings, source.commit.lineage, store)
             try:
                 write_copy(
@@ -236,8 +238,9 @@ class _Prefetch:
             notes=notes,
         )
 
-    def _check_tier(self, there: Listing, total: int) -> None:
-        """Raise why the images, of ``total`` bytes, cannot be brought to a tier; create the folder of a new one."""
+    def _check_tier(self, there: Listing, total: int) -> int:
+        """Return how many bytes of the images, of ``total``, a tier lacks; raise why they cannot be brought to it; create
+        the folder of a new one."""
         tier, config, copy = there.tier, self.reader.config, there.copy(self.checkpoint.id)
         if there.error is not None:
             raise there.error
@@ -256,7 +259,7 @@ class _Prefetch:
         needed = max(0, total - arrived)
         check_room(config, there, needed, doing="prefetch to")
         if (folder := section.folder) is None:
-            return
+            return needed
         with translated(f"open the tier's folder {folder}"):
             if tier in self.new:  # as an open does
                 folder.mkdir(parents=True, exist_ok=True)
@@ -266,6 +269,7 @@ class _Prefetch:
                 f"prefetch to {tier}: it needs {format_size(needed)}, and {format_size(free)} are free in {folder}: "
                 "free space there"
             )
+        return needed
 
     def _before_commit(self) -> None:
         """Take the run's lock; raise LockError if a trainer has it. Raise, too, unless a source still has the
