@@ -239,8 +239,8 @@ class _Prefetch:
         )
 
     def _check_tier(self, there: Listing, total: int) -> int:
-        """Return how many bytes of the images, of ``total``, a tier lacks; raise why they cannot be brought to it; create
-        the folder of a new one."""
+        """Return how many bytes a tier lacks of the images, of ``total`` bytes. Raise why they cannot be brought to it.
+        Create the folder of a new one."""
         tier, config, copy = there.tier, self.reader.config, there.copy(self.checkpoint.id)
         if there.error is not None:
             raise there.error
