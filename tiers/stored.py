@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from tierfall.core.copies.image_writes import ImageUpload
+from tierfall.core.flush.tasks import KeptFreeError
 from tierfall.core.format.catalog import FoundCopy, Listing, NotReadError
 from tierfall.core.format.commit_files import same_checkpoint, shards_of, wrong_files
 from tierfall.core.format.decided import FENCE_VALID_S, DecidedList, Word
@@ -35,7 +36,6 @@ from tierfall.core.types.backend import Backend, Publish, StoredObject, delete_a
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
-    KeptFreeError,
     KeyExistsError,
     KeyNotFoundError,
     NotSupportedError,

@@ -34,13 +34,12 @@ from tierfall.core.flush.messages import (
     Ordinal,
     StuckCopy,
 )
-from tierfall.core.flush.tasks import DeleteCopy
+from tierfall.core.flush.tasks import DeleteCopy, KeptFreeError
 from tierfall.core.types import events
 from tierfall.core.types.errors import (
     CapacityError,
     FencedError,
     FlushError,
-    KeptFreeError,
     LostWriteError,
     StorageFullError,
 )

@@ -24,7 +24,7 @@ from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Attempt, Commit, Geometry, Manifest, NamedFile
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.ranks.message_tree import RankMessage
-from tierfall.core.types.errors import IntegrityError
+from tierfall.core.types.errors import IntegrityError, StorageFullError
 from tierfall.core.types.values import CheckpointId, Shard
 
 
@@ -174,6 +174,10 @@ class NotWholeError(IntegrityError):
     def __init__(self, damaged: Mapping[CheckpointId, tuple[str, bool]], why: str = "") -> None:
         super().__init__(why or "; ".join(why for why, _ in damaged.values()))
         self.damaged = damaged
+
+
+class KeptFreeError(StorageFullError):
+    """There is space, which is to stay free (``keep_free``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,10 +150,6 @@ class StorageFullError(BackendError):
     """No space is left, or a quota is reached."""
 
 
-class KeptFreeError(StorageFullError):
-    """There is space, which is to stay free (``keep_free``)."""
-
-
 class AccessDeniedError(BackendError, PermissionError):
     """The store answered that this process may not do that."""
 

@@ -142,7 +142,7 @@ def _measure_stored(
         with open_writable(config, section.name) as store:
             traits = store.backend.traits
             free = call_tiers(
-                [store], lambda each: _free_bytes(section.folder, each), config, BoundedCalls()
+                [store], lambda each: _room_bytes(section.folder, each), config, BoundedCalls()
             )
             known = replace(
                 known,
@@ -166,11 +166,14 @@ def _measure_stored(
         return replace(known, error=error)
 
 
-def _free_bytes(folder: Path | None, store: StoredTier) -> int | None:
+def _room_bytes(folder: Path | None, store: StoredTier) -> int | None:
     """Return what may be written there, as far as the disk decides that."""
-    if folder is None:
-        return None
-    return int(min(measure_room(folder).file_system_free_bytes, max(0, store.room_bytes())))
+    free_bytes = _free_bytes(folder)
+    return free_bytes if free_bytes is None else int(min(free_bytes, max(0, store.room_bytes())))
+
+
+def _free_bytes(folder: Path | None) -> int | None:
+    return None if folder is None else measure_room(folder).file_system_free_bytes
 
 
 def _measure_bytes(
