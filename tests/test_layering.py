@@ -76,7 +76,7 @@ LINES = {
     ("tierfall/config",): 2_083,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_062,
     ("tierfall/ops",): 4_155,
-    ("tierfall/telemetry",): 1_951,
+    ("tierfall/telemetry",): 1_947,
     ("tierfall/cli",): 3_776,
     ("tierfall/integrations",): 2_933,
     ("tierfall/imports", "tierfall/export"): 2_753,

@@ -78,21 +78,21 @@ def without_bad(
     if request.without or not left:  # it was reported
         return left
     for one in passed:
-        tally.add_skipped(f"step {one.id}", f"it is {_finiteness(one)}", one.id)
+        tally.add_skipped(f"step {one.id}", f"it has {_bad(one)}", one.id)
     if passed:
+        taken = f"with {_bad(left[0])}" if left[0].not_finite else "which has none"
         logger.warning(
-            "%s: passes over step %s, %s, and takes step %s, %s. To take the newest all the same, name it: step=%d",
-            request.operation, format_some([str(c.id) for c in passed]), _finiteness(passed[0]),
-            left[0].id, _finiteness(left[0]), passed[0].id.step,
+            "%s: passes over step %s, with %s, and takes step %s, %s. To take the newest anyway, name it: step=%d",
+            request.operation, format_some([str(c.id) for c in passed]), _bad(passed[0]),
+            left[0].id, taken, passed[0].id.step,
         )  # fmt: skip
     elif left[0].not_finite:
-        logger.warning("%s: step %s is %s", request.operation, left[0].id, _finiteness(left[0]))
+        logger.warning("%s: step %s has %s", request.operation, left[0].id, _bad(left[0]))
     return left
 
 
-def _finiteness(checkpoint: KnownCheckpoint) -> str:
-    bad = format_some(sorted(checkpoint.not_finite))
-    return f"with NaN or Inf in {bad}" if bad else "without NaN"
+def _bad(checkpoint: KnownCheckpoint) -> str:
+    return f"NaN or Inf in {format_some(sorted(checkpoint.not_finite))}"
 
 
 def is_first_unread(listings: Sequence[Listing], request: RestoreRequest) -> bool:

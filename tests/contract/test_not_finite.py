@@ -63,7 +63,7 @@ def test_a_restore_goes_back_to_the_newest_step_without_nan_and_says_so(
     assert [f.id.step for f in report.fallbacks if f.id and WEIGHT in f.reason] == [4, 3]
     log.wait(rf"passes over step 4@1, 3@1, with .*{WEIGHT}, and takes step 2@1.*step=4")
     assert restored(place, step=4).step == 4, "what is named is taken"
-    log.wait(rf"restore: step 4@1 is with NaN or Inf in {WEIGHT}")
+    log.wait(rf"restore: step 4@1 has NaN or Inf in {WEIGHT}")
 
 
 def test_a_loss_that_is_nan_counts_as_well(place: Place) -> None:
@@ -79,7 +79,7 @@ def test_without_an_older_good_step_the_newest_is_taken(place: Place, log: Log) 
     place.config()
     save(place, 1, 2, bad=(1, 2))
     assert restored(place).step == 2
-    log.wait(rf"restore: step 2@1 is with NaN or Inf in {WEIGHT}")
+    log.wait(rf"restore: step 2@1 has NaN or Inf in {WEIGHT}")
 
 
 def test_no_rule_deletes_the_good_step_while_all_newer_ones_are_bad(place: Place) -> None:

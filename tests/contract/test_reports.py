@@ -183,8 +183,8 @@ def test_the_ettr_of_a_run_survives_its_starts_and_is_shown(place: Place) -> Non
             kept_s = (found.run_ettr or 0.0) * (time.time() - began_s)
     assert kept_s >= 2 * 7 * 0.005, "the time of both starts counts, but for a first step"
     assert 0 < place.json("ls")["run_ettr"] <= 1
-    assert "(ETTR)" in place.cli("ls").out
-    assert "(ETTR)" in place.cli("watch", "--once").out
+    assert "ETTR of all starts: " in place.cli("ls").out
+    assert "ETTR of all starts: " in place.cli("watch", "--once").out
 
 
 def test_under_mtbf_each_tier_has_an_interval_of_its_own(place: Place) -> None:

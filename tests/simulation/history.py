@@ -561,7 +561,7 @@ class History:
 
     def _check_newest(self, now: dict[str, Held]) -> None:
         """Invariants 2 and 3: per loss class, the newest durable live checkpoint never gets older, unless a person
-        deleted it or the run went back behind it."""
+        deleted it or the run went back behind it. One with NaN counts only while there is none without."""
         left = self._abandoned(self._known(self.before) | self._known(now))
         deleted = self._deleted(now)
         for lost in LOSS_CLASSES:
@@ -570,6 +570,14 @@ class History:
             has = (
                 self._durable(now, lost) - left
             )  # what is to be deleted counts for as long as it is there
+            bad = {
+                id
+                for held in (*self.before.values(), *now.values())
+                for id, commit in held.commits.items()
+                if commit.not_finite
+            }
+            if had - bad:
+                had, has = had - bad, has - bad
             if had:
                 assert has, f"nothing survives the loss of a {lost} any more: {max(had)} did"
                 assert max(had) <= max(has), (

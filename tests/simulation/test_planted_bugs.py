@@ -57,6 +57,11 @@ def evict_before_the_successors_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(protection, "_survives_newer", held_soon)
 
 
+def count_what_has_nan(patch: pytest.MonkeyPatch) -> None:
+    """A newer checkpoint with NaN takes the place of a good one."""
+    patch.setattr(protection, "gone_bad", lambda checkpoint, older: frozenset())
+
+
 def forget_a_pin(patch: pytest.MonkeyPatch) -> None:
     """What is decided by a pin does not reach the policies."""
     real = LedgerEntry.decide
@@ -211,6 +216,7 @@ def first_wrong(run: Callable[[int], object], seeds: range) -> tuple[int, str]:
     ("plant", "run", "first"),
     [
         (evict_before_the_successors_commit, run_hour, 5),
+        (count_what_has_nan, run_hour, 1),
         (forget_a_pin, run_hour, 0),
         (count_uncommitted_ones, run_hour, 0),
         (drop_a_leased_copy, run_hour, 4),

@@ -228,11 +228,7 @@ def format_bounds(bounds: Mapping[LossClass, LossBound], unread: Collection[str]
 
 def format_run_ettr(ettr: float | None) -> list[str]:
     """Format the effective training time ratio of a run, on one line; none while it is not known."""
-    if ettr is None:
-        return []
-    return [
-        f"{format_share(round(ettr, 3))} of the time since the run began is progress that is kept (ETTR)"
-    ]
+    return [] if ettr is None else [f"ETTR of all starts: {format_share(round(ettr, 3))}"]
 
 
 def format_unread(unread: Collection[str]) -> str:

@@ -84,7 +84,7 @@ def test_nan_in_the_memory_of_one_rank_takes_all_ranks_to_an_older_step() -> Non
     decision = chosen(ranks)
     assert steps(decision) == ["4@1"]
     assert [(f.what, f.reason) for f in decision.fallbacks] == [
-        ("step 5@1", "it is with NaN or Inf in w")
+        ("step 5@1", "it has NaN or Inf in w")
     ]
     assert steps(chosen(ranks, step=5)) == ["5@1"]
 
