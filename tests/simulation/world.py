@@ -96,7 +96,9 @@ def _image(id: str) -> bytes:
     return random.Random(id).randbytes(IMAGE)
 
 
-def make_records(snapshot: Snapshot, *, measured: CheckpointId) -> tuple[bytes, bytes]:
+def make_records(
+    snapshot: Snapshot, *, measured: CheckpointId, not_finite: tuple[str, ...] = ()
+) -> tuple[bytes, bytes]:
     """Make the manifest and the commit record of an image that is whole, with the metrics and tags of ``measured``."""
     ranges = [CUT.chunk_range(index) for index in range(CUT.chunk_count)]
     shard, image = snapshot.shard, snapshot.region.image
@@ -114,7 +116,7 @@ def make_records(snapshot: Snapshot, *, measured: CheckpointId) -> tuple[bytes, 
         wall_time_s=snapshot.wall_time_s,
         metrics=metrics_of(measured),
         tags=tags_of(measured),
-        not_finite=("w",) if snapshot.lineage.ordinal // 3 % 3 == 2 else (),
+        not_finite=not_finite,
     )
     return data, snapshot.commit.encode()
 
@@ -478,7 +480,8 @@ class World:
 
     def seal(self, snapshot: Snapshot) -> None:
         """Finish a capture: digests, manifest, commit record, seal."""
-        manifest, commit = make_records(snapshot, measured=snapshot.id)
+        bad = ("w",) if snapshot.lineage.ordinal // 3 % 3 == 2 else ()
+        manifest, commit = make_records(snapshot, measured=snapshot.id, not_finite=bad)
         snapshot.region.seal(manifest=manifest, commit=commit)
         snapshot.handle.on_captured()
         self.advance(snapshot, CUT.chunk_count)
