@@ -51,12 +51,17 @@ class Topology:
     @cached_property
     def node(self) -> int:
         """The number of this rank's node."""
-        return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
+        return self.node_of[self.rank]
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
         """All ranks of this rank's node."""
         return self.nodes[self.node]
+
+    @cached_property
+    def node_of(self) -> dict[int, int]:
+        """The number of each rank's node."""
+        return {rank: number for number, ranks in enumerate(self.nodes) for rank in ranks}
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:

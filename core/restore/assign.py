@@ -3,8 +3,9 @@ result is the same on all ranks.
 
 Ranks need chunks of images; ranks that need the same are one group. Every chunk that is needed is read once, by its
 *owner*: a rank that sees it on the fastest tier, if possible one that needs it, and of those the one with the least to
-read so far. Ranks of the owner's node get it from there. On each other node one rank, the *relay*, gets it from the
-owner for the ranks of its node.
+read so far. Ranks of the owner's node get it from there. On each other node one rank, the *relay*, gets it for the
+ranks of its node. It is passed on from node to node, beginning at the owner's: a relay gets it from the relay before
+it, so that each node receives it once and sends it once.
 """
 
 from __future__ import annotations
@@ -174,40 +175,66 @@ def relay_of(chunk: Chunk, needing: Sequence[int]) -> int:
 def takers_of(
     chunk: Chunk, item: AssignedChunk, groups: Sequence[RankGroup], topology: Topology
 ) -> frozenset[int]:
-    """Return the ranks that get a chunk from this one, itself included if it needs it: from its owner, the ranks of its
-    node and the relays of others; from a relay, the ranks of its node; none from any other rank."""
-    rank = topology.rank
-    here = needing_on_node(item, groups, topology)
+    """Return the ranks that get a chunk from this one, itself included if it needs it: from its owner, or the relay of
+    another node, the ranks of its node and the next relay; none from any other rank."""
+    rank, node = topology.rank, topology.node
+    here = needing_on_node(item, groups, topology, node)
     if rank != item.owner:
         is_relay = item.owner not in topology.local_ranks and here and relay_of(chunk, here) == rank
-        return frozenset(here) if is_relay else frozenset()
-    needing = {other for number in item.groups for other in groups[number].ranks}
-    relays = []
-    for node, ranks in enumerate(topology.nodes):
-        there = [other for other in ranks if other in needing] if node != topology.node else []
-        relays += [relay_of(chunk, there)] if there else []
-    return frozenset((*here, *relays))
+        if not is_relay:
+            return frozenset()
+    following = range(node + 1, node + len(topology.nodes))
+    return frozenset((*here, *_first_relay(chunk, item, groups, topology, following)))
+
+
+def previous_of(
+    chunk: Chunk, item: AssignedChunk, groups: Sequence[RankGroup], topology: Topology
+) -> int:
+    """Return the rank that the relay of this node gets a chunk from."""
+    before = range(topology.node - 1, topology.node - len(topology.nodes), -1)
+    return next(_first_relay(chunk, item, groups, topology, before), item.owner)
+
+
+def _first_relay(
+    chunk: Chunk,
+    item: AssignedChunk,
+    groups: Sequence[RankGroup],
+    topology: Topology,
+    places: Iterable[int],
+) -> Iterator[int]:
+    """Yield the relay of the first node that has one, of these ``places``, up to the owner's node."""
+    for place in places:
+        node = place % len(topology.nodes)
+        if node == topology.node_of[item.owner]:
+            return
+        if there := needing_on_node(item, groups, topology, node):
+            yield relay_of(chunk, there)
+            return
 
 
 def needing_on_node(
-    item: AssignedChunk, groups: Sequence[RankGroup], topology: Topology
+    item: AssignedChunk, groups: Sequence[RankGroup], topology: Topology, node: int
 ) -> list[int]:
-    """Return the ranks of this node that need a chunk, ascending."""
+    """Return the ranks of a node that need a chunk, ascending."""
     return [
         rank
-        for rank in topology.local_ranks
+        for rank in topology.nodes[node]
         if any(rank in groups[number].ranks for number in item.groups)
     ]
 
 
 def pull_order(
-    chunks: Iterable[Chunk], items: Mapping[Chunk, AssignedChunk], rank: int, world_size: int
+    chunks: Iterable[Chunk], items: Mapping[Chunk, AssignedChunk], topology: Topology
 ) -> list[Chunk]:
-    """Return the order in which a rank takes chunks: first what each owner reads first, then what each reads second.
-    Each rank begins with the owner after it, so that not all of them begin with the same."""
+    """Return the order in which a rank takes chunks, the same on all ranks of a node: first what each owner reads
+    first, then what each reads second; of these what this node reads, what the node before it reads, and so on, as they
+    arrive."""
 
-    def place(chunk: Chunk) -> tuple[int, int]:
+    def place(chunk: Chunk) -> tuple[int, int, int]:
         item = items.get(chunk)
-        return (0, 0) if item is None else (item.number, (item.owner - rank) % world_size)
+        if item is None:
+            return (0, 0, 0)
+        hops = (topology.node - topology.node_of[item.owner]) % len(topology.nodes)
+        return (item.number, hops, item.owner)
 
     return sorted(chunks, key=place)

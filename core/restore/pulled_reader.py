@@ -44,6 +44,7 @@ from tierfall.core.restore import assign
 from tierfall.core.restore.agreement import CandidateStep, StepDecision, agree_on_step
 from tierfall.core.restore.assign import HEADER, Chunk
 from tierfall.core.restore.pulls import (
+    ChunkMemory,
     ChunkPool,
     Load,
     LoadedChunk,
@@ -53,9 +54,19 @@ from tierfall.core.restore.pulls import (
 )
 from tierfall.core.runtime.buffers import allocate, is_being_filled
 from tierfall.core.runtime.threads import run_in_threads
-from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError, is_damage
+from tierfall.core.types.errors import (
+    CapacityError,
+    IntegrityError,
+    RanksError,
+    TierfallError,
+    UnreachableError,
+    is_damage,
+)
+from tierfall.core.types.units import format_size
 
 T = TypeVar("T")
+NODE_MEMORY: Chunk = (-1, 0)
+"""In place of a chunk: the memory that the first rank of a node shares with the others."""
 Pieces = Callable[[xxhash.xxh3_128], Iterable[memoryview]]
 """Yields the views to fill with a chunk, and adds them to the digest."""
 SILENT_IN_MAX_WAIT = 4
@@ -82,13 +93,11 @@ class PulledReader(CheckpointReader):
     _groups: Sequence[assign.RankGroup] = ()
     _items: Mapping[Chunk, assign.AssignedChunk] = field(default_factory=dict)
     _known: dict[int, tuple[Manifest, ImageHeader]] = field(default_factory=dict)
-    _node_of: dict[int, int] = field(default_factory=dict)
+    _memory: futures.Future[LoadedChunk] = field(default_factory=futures.Future)
     _reading: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(READ_THREADS))
 
     def __post_init__(self) -> None:
         self._pool = ChunkPool(patience_s=self._silence_s)
-        nodes = enumerate(self.ranks.topology.nodes)
-        self._node_of = {rank: node for node, ranks in nodes for rank in ranks}
 
     # What plans ask for ------------------------------------------------------------------------------
 
@@ -121,14 +130,15 @@ class PulledReader(CheckpointReader):
                 ahead.start()
         parts = {image: self.part(image, those) for image, those in fills.items()}
         wanted = ((image, index) for image, indexes in needs.items() for index in indexes)
-        shard = self.ranks.shard
-        order = assign.pull_order(wanted, self._items, shard.rank, shard.world_size)
+        order = assign.pull_order(wanted, self._items, self.ranks.topology)
         self.read(parts, order, threads_max=2 * READ_THREADS if self._groups else 0)
 
     def close(self) -> None:
         CheckpointReader.close(self)
         self.ranks.watch(lambda: None)
         self._pool.close()
+        self.end_memory(UnreachableError(f"rank {self._rank} has ended"))
+        self._memory = futures.Future()  # of this rank it is freed with its tensors
         if self._network is not None:
             self._network.close()
 
@@ -195,14 +205,29 @@ class PulledReader(CheckpointReader):
 
     def _provide(self, chunk: Chunk, source: int, digest: str) -> futures.Future[LoadedChunk]:
         """Return a chunk that other ranks ask for: this rank reads it, or pulls it from the rank that does."""
+        if chunk == NODE_MEMORY:
+            return self._memory
         load: Load = partial(self._load_here, chunk)
         if source != self._rank:
             load = partial(self._relay, chunk, source, digest)
         return self._pool.load((chunk, source), load)
 
     def _relay(self, chunk: Chunk, source: int, digest: str) -> LoadedChunk:
-        assert self._network is not None, "it has passed on the request"
-        return self._kept(self._network.pull(source, chunk, source, digest))
+        return self._kept(chunk, source, self._pull_along(chunk, source, digest))
+
+    def _pull_along(self, chunk: Chunk, source: int, digest: str) -> LoadedChunk:
+        """Pull a chunk from the node before this one; from its ``source``, if that one cannot get it."""
+        assert self._network is not None
+        item, topology = self._items.get(chunk), self.ranks.topology
+        if item is not None and source == item.owner and source not in topology.local_ranks:
+            previous = assign.previous_of(chunk, item, self._groups, topology)
+            if previous != source:
+                try:
+                    return self._network.pull(previous, chunk, source, digest)
+                except PASSABLE as error:
+                    if is_damage(error):
+                        raise
+        return self._network.pull(source, chunk, source, digest)
 
     def _load_here(self, chunk: Chunk) -> LoadedChunk:
         image, index = chunk
@@ -218,11 +243,46 @@ class PulledReader(CheckpointReader):
             digest="" if manifest_bytes else manifest.digests[index],
             first=len(manifest_bytes),
         )
-        return self._kept(loaded)
+        return self._kept(chunk, self._rank, loaded)
 
-    def _kept(self, loaded: LoadedChunk) -> LoadedChunk:
-        """Return a chunk in memory that the other ranks of this node can map, if there are any."""
-        return loaded.shared() if len(self.ranks.topology.local_ranks) > 1 else loaded
+    def _kept(self, chunk: Chunk, source: int, loaded: LoadedChunk) -> LoadedChunk:
+        """Return a chunk in memory that the other ranks of this node can map, if any of them is to take it."""
+        takers = self._pool.expected((chunk, source)) if chunk[1] != HEADER else self._here
+        return loaded.shared() if takers & self._here - {self._rank} else loaded
+
+    @property
+    def _here(self) -> frozenset[int]:
+        return frozenset(self.ranks.topology.local_ranks)
+
+    # Memory of the node ------------------------------------------------------------------------------
+
+    def memory_of_node(self, bytes: int, *, free_bytes: int | None) -> ChunkMemory:
+        """Return new memory of so many bytes, the same for all ranks of this node, which all make this call. It has no
+        name, and lasts as long as one of them has it. Raises CapacityError if only ``free_bytes`` are there."""
+        assert self._network is not None, "the headers are read"
+        first = self.ranks.topology.local_ranks[0]
+        if self._rank == first:
+            what = f"load: no memory for the tensors of this node, {format_size(bytes)}"
+            if free_bytes is not None and free_bytes < bytes:
+                raise CapacityError(f"{what}: {format_size(free_bytes)} are free")
+            try:
+                memory = ChunkMemory.of_size(bytes)
+            except (OSError, AttributeError) as error:
+                raise CapacityError(f"{what}: {error}") from error
+            self._memory.set_result(LoadedChunk(view=memory.view, tier=0, memory=memory))
+            return memory
+        try:
+            found = self._network.pull(first, NODE_MEMORY, first, "").memory
+        except PASSABLE as error:
+            raise CapacityError(f"load: rank {first} shares no memory: {error}") from error
+        if found is None or len(found.view) != bytes:
+            raise RanksError(f"load: rank {first} shares other memory with rank {self._rank}")
+        return found
+
+    def end_memory(self, error: BaseException) -> None:
+        """Have ranks that wait for the memory of this node raise an error, if they wait still."""
+        if not self._memory.done():
+            self._memory.set_exception(error)
 
     # What this rank needs ----------------------------------------------------------------------------
 
@@ -259,7 +319,9 @@ class PulledReader(CheckpointReader):
         look.
         """
         image, _ = chunk
-        left: Iterator[int] = assign.sources(self._holders, image, owner, self._node_of)
+        left: Iterator[int] = assign.sources(
+            self._holders, image, owner, self.ranks.topology.node_of
+        )
         failures: dict[int, TierfallError] = {}
         source = next(left, None)
         while source is not None:
@@ -281,7 +343,7 @@ class PulledReader(CheckpointReader):
 
     def reads_alone(self, chunk: Chunk, source: int | None) -> bool:
         """Return whether this rank reads a chunk, and no other one gets it from here."""
-        return source == self._rank and not self._pool.is_expected((chunk, self._rank))
+        return source == self._rank and not self._pool.expected((chunk, self._rank))
 
     def _hop_to(self, chunk: Chunk, source: int) -> int:
         """Return which rank this one asks for a chunk of ``source``: the source, if it is on this node; else the relay
@@ -291,7 +353,7 @@ class PulledReader(CheckpointReader):
             return source
         item, needing = self._items.get(chunk), list(topology.local_ranks)
         if item is not None:
-            needing = assign.needing_on_node(item, self._groups, topology)
+            needing = assign.needing_on_node(item, self._groups, topology, topology.node)
         assert self._network is not None
         silent = self._network.silent
         return assign.relay_of(
@@ -308,11 +370,11 @@ class PulledReader(CheckpointReader):
                 return self._received(source, self._network.pull(hop, chunk, source, digest))
             except NothingCameError:
                 hop = source  # the relay did not send it
-        if hop == self._rank and (chunk[1] == HEADER or self._pool.is_expected((chunk, source))):
+        if hop == self._rank and (chunk[1] == HEADER or self._pool.expected((chunk, source))):
             loaded = wait_for(self._provide(chunk, source, digest))
             self._pool.taken((chunk, source), self._rank)
         else:
-            loaded = self._network.pull(source, chunk, source, digest)
+            loaded = self._pull_along(chunk, source, digest)
         return loaded if source == self._rank else self._received(source, loaded)
 
     def _received(self, source: int, loaded: LoadedChunk) -> LoadedChunk:

@@ -41,10 +41,10 @@ from tierfall.core.types.errors import UnreachableError, error_class
 
 logger = logging.getLogger("tierfall")
 
-POOL_BYTES = 64 << 20
-"""Of the chunks that a rank keeps for others."""
-POOL_CHUNKS_MIN = 3
-"""So many it keeps, however large they are."""
+AHEAD_BYTES, AHEAD_CHUNKS_MIN = 32 << 20, 2
+"""Of the chunks that a rank reads before it is asked for them, and how many it may read so, however large they are."""
+POOL_BYTES, POOL_CHUNKS_MIN = 128 << 20, 4
+"""Of all chunks that a rank keeps for others, also of those that it passes on: one that does not fit is read twice."""
 ALIVE_S = 1.0
 CLOSE_S = 1.0
 
@@ -63,6 +63,17 @@ class ChunkMemory:
         """``file`` is an open file of that memory, which this object owns."""
         self.file = file
         self.view = memoryview(mmap.mmap(file, size))
+
+    @classmethod
+    def of_size(cls, size: int) -> ChunkMemory:
+        """Return new memory of ``size`` bytes, all zero, which is allocated as it is written. Raises OSError."""
+        file = os.memfd_create("tierfall-load")
+        os.ftruncate(file, size)
+        return cls(file, size)
+
+    def private_view(self) -> memoryview:
+        """Return a view of the same memory, of which each page that is written becomes this process's own."""
+        return memoryview(mmap.mmap(self.file, len(self.view), flags=mmap.MAP_PRIVATE))
 
     @classmethod
     def holding(cls, view: memoryview) -> ChunkMemory:
@@ -121,9 +132,9 @@ class ChunkPool:
         """Keep a chunk until ``ranks`` have taken it; some of them may have done so already."""
         self._expected[key] = ranks
 
-    def is_expected(self, key: Key) -> bool:
-        """Return whether any ranks are expected to take a chunk, or were."""
-        return key in self._expected
+    def expected(self, key: Key) -> frozenset[int]:
+        """Return the ranks that are expected to take a chunk, or were."""
+        return self._expected.get(key, frozenset())
 
     def load(self, key: Key, load: Load) -> futures.Future[LoadedChunk]:
         """Return a chunk, which ``load`` loads if nobody has asked for it before. An error is kept, too."""
@@ -185,13 +196,13 @@ class ChunkPool:
         }
 
     def _is_awaited(self, key: Key) -> bool:
-        return not self._expected.get(key, frozenset()) <= self._taken.get(key, set())
+        return not self.expected(key) <= self._taken.get(key, set())
 
     def _has_room(self, size: int) -> bool:
         awaited = [bytes for key, bytes in self._kept().items() if self._is_awaited(key)]
         loading = sum(not future.done() for future in self._chunks.values())
         used = sum(awaited) + loading * size
-        return len(awaited) + loading < POOL_CHUNKS_MIN or used + size <= POOL_BYTES
+        return len(awaited) + loading < AHEAD_CHUNKS_MIN or used + size <= AHEAD_BYTES
 
 
 # Between ranks ---------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tierfall.core.restore.assign import (
     RankGroup,
     assign,
     needing_on_node,
+    previous_of,
     pull_order,
     relay_of,
     takers_of,
@@ -85,13 +86,20 @@ def test_each_rank_that_needs_a_chunk_takes_it_from_one_other_and_each_node_gets
         needing = {r for r in range(len(nodes)) if chunk in needs_of(groups, r)}
         given = {r: takers_of(chunk, item, groups, views[r]) for r in range(len(nodes))}
         for rank in needing:
-            here = needing_on_node(item, groups, views[rank])
+            here = needing_on_node(item, groups, views[rank], views[rank].node)
             same_node = item.owner in views[rank].local_ranks
             from_whom = item.owner if same_node else relay_of(chunk, here)
             assert rank in given[from_whom]
-            assert from_whom == item.owner or from_whom in given[item.owner]
-        crossing = [nodes[r] for r in given[item.owner] if nodes[r] != nodes[item.owner]]
-        assert len(crossing) == len(set(crossing)), "each byte crosses to a node once"
+            if from_whom != item.owner:
+                previous = previous_of(chunk, item, groups, views[from_whom])
+                assert from_whom in given[previous]
+                assert nodes[previous] != nodes[from_whom]
+        crossing = [
+            (nodes[r], nodes[to]) for r in given for to in given[r] if nodes[to] != nodes[r]
+        ]
+        senders, receivers = zip(*crossing, strict=True) if crossing else ((), ())
+        assert len(receivers) == len(set(receivers)), "each node receives a chunk once"
+        assert len(senders) == len(set(senders)), "and sends it once"
         assert set().union(*given.values()) == needing, "nobody else is sent it"
 
 
@@ -107,9 +115,11 @@ def test_all_ranks_come_to_the_same_and_take_in_the_order_of_reading(job: Any, o
     items = assign(groups, holders)
     assert assign(again, dict(shuffled)) == items
     for rank in range(len(nodes)):
-        taken = pull_order(needs_of(groups, rank), items, rank, len(nodes))
+        view = Topology.of(rank, nodes)
+        taken = pull_order(needs_of(groups, rank), items, view)
         numbers = [items[chunk].number for chunk in taken]
         assert numbers == sorted(numbers)
         for _, same in itertools.groupby(taken, key=lambda chunk: items[chunk].number):
             owners = [items[chunk].owner for chunk in same]
-            assert len(owners) == len(set(owners)), "not all begin with the same"
+            hops = [(view.node - view.node_of[owner]) % len(view.nodes) for owner in owners]
+            assert hops == sorted(hops), "as they are passed on"

@@ -211,8 +211,7 @@ def test_each_byte_crosses_to_a_node_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Connection, "send", count)
     with network("aabbcc") as joined:
         job = Job.of(joined)
-        whole = {f"w{rank}": share(5, rank)[f"w{rank}"] for rank in range(RANKS)}
-        made = part(5, 0, 1, whole)
+        made = part(5, 0, 1, whole())
         for peer in job.peers:
             peer.put("store", made)
         want_all(job)
@@ -221,6 +220,44 @@ def test_each_byte_crosses_to_a_node_once(monkeypatch: pytest.MonkeyPatch) -> No
     data = len(made.image) - made.manifest.data_start
     headers = 2 * (made.manifest.data_start + len(made.manifest.encode()))
     assert sum(sent) == 2 * data + headers
+
+
+def whole() -> dict[str, Any]:
+    return {f"w{rank}": share(5, rank)[f"w{rank}"] for rank in range(RANKS)}
+
+
+def test_what_one_node_has_each_node_receives_once_and_sends_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone has it: it does not send a copy to each."""
+    sent: dict[int, list[Any]] = {rank: [] for rank in range(RANKS)}
+    load = pulls.PullNetwork._load
+
+    def count(self: Any, connection: Any, chunk: Any, *rest: Any) -> Any:
+        sent[self._topology.rank] += [chunk] if chunk[1] else []  # but for the header
+        return load(self, connection, chunk, *rest)
+
+    monkeypatch.setattr(pulls.PullNetwork, "_load", count)
+    job.peers[0].put("nvme", part(5, 0, 1, whole()))
+    want_all(job)
+    assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+    assert hold(job, 5)
+    chunks = [sorted(of_rank) for of_rank in sent.values()]
+    assert len(chunks[0]) == len(set(chunks[0])) > RANKS
+    assert chunks == [chunks[0]] * 3 + [[]]
+
+
+def test_a_node_that_passes_nothing_on_is_passed_over(job: Job) -> None:
+    """Nobody gets anything from rank 1, which reads for itself; rank 2 gets it from rank 0."""
+    made = part(5, 0, 1, whole())
+    job.peers[0].put("nvme", made)
+    job.peers[1].put("store", made)
+    job.peers[1].ranks.secret = b"another"
+    want_all(job)
+    assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+    assert hold(job, 5)
+    data = data_bytes(job, 5)
+    assert [peer.read() // data for peer in job.peers] == [1, 1, 0, 0]
 
 
 def test_ranks_of_one_node_open_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,8 +304,7 @@ def test_a_network_that_lets_nothing_through_is_waited_for_once(
     monkeypatch.setattr(pulls, "connect_as", connect_as)
     with network("abcdefghijklmnop") as joined:
         job = Job.of(joined)
-        whole = {f"w{rank}": share(5, rank)[f"w{rank}"] for rank in range(RANKS)}
-        made = part(5, 0, 1, whole)
+        made = part(5, 0, 1, whole())
         for peer in job.peers:
             peer.put("store", made)
         want_all(job)
@@ -282,9 +318,8 @@ def test_who_can_reach_no_other_rank_reads_everything_itself_and_says_so_once(
 ) -> None:
     with network("ab") as joined:
         job = Job.of(joined, max_wait_s=2.0)
-        whole = {f"w{rank}": share(5, rank)[f"w{rank}"] for rank in range(RANKS)}
         for peer in job.peers:
-            peer.put("store", part(5, 0, 1, whole))
+            peer.put("store", part(5, 0, 1, whole()))
         want_all(job)
         job.peers[1].ranks.secret = b"another"
         assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
