@@ -21,7 +21,7 @@ from tierfall.core.types import errors
 FUNCTIONS = {
     "open": "config, *, run=None, process_group=None, fresh=False, replace=False",
     "load": "config_or_path, *, step=None, attempt=None, only=None, map_location='cpu', cache=None, "
-    "cache_bytes=None",
+    "cache_bytes=None, group=None, share=False",
     "open_tensors": "source, *, step=None, attempt=None, cache=None, cache_bytes=None",
     "close_all": "",
     "read_pointer": "folder",

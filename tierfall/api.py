@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,7 +28,8 @@ from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
 from tierfall.core.types.units import parse_size_with_unit
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.reader import RunPath, RunReader, find_address, find_place, find_pointer
+from tierfall.ops.group_load import GroupLoad, check_group, opened_by
+from tierfall.ops.reader import RunPath, find_address, find_place, find_pointer
 from tierfall.ops.tensors import OpenCheckpoint, Tensors
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.run.open_run import damage_reporter, failed_by_exception, open_run_on, open_runs
@@ -104,6 +106,8 @@ def load(
     map_location: str | torch.device = "cpu",
     cache: str | os.PathLike[str] | None = None,
     cache_bytes: int | str | None = None,
+    group: object = None,
+    share: bool = False,
 ) -> dict[str, Any]:
     """Load a checkpoint as a nested dict of what each ``state_dict()`` returned, without a training loop.
 
@@ -114,19 +118,41 @@ def load(
     for the chunks that other file systems and stores have sent, of at most ``cache_bytes``; by default, of half of the
     room there.
 
+    With ``group`` all ranks of a job make this call: True finds them as ``open`` does, or it is a group of
+    ``torch.distributed``. They get one checkpoint, or the part that each names, on all or on none, and read each byte
+    once; each chunk comes to a node once. With ``share`` the tensors of a node's ranks, on the CPU, are views of one
+    memory, of which a page that a rank writes to becomes its own.
+
     Every chunk is verified; nothing is unpickled. A value whose class this process has not imported, or that has no
     codec here, is an ``UnknownValue``. The images of several ranks are merged; of values that differ between ranks,
     rank 0's are returned. A tier that answers nothing for ``max_wait`` gives way to another one, or ends the load; for
     a path, that is a minute.
 
-    Raises ConfigError for any other path and for a missing device, RestoreError where no checkpoint can be read whole.
+    Raises ConfigError for any other path and for a missing device, RestoreError where no checkpoint can be read whole,
+    RanksError where another rank does not make this call.
     """
     choices = Choices(only=only, doing="load")
-    plan = partial(plan_load, map_location=map_location, choices=choices)
     request = _request("load", step, attempt)
     check_device(map_location)
+    device = torch.device(map_location)
+    check_group(group, share=share, device=device)
     kept = _cache_folder(cache, cache_bytes)
-    return _at_source(config_or_path, request, partial(_load_config, plan=plan, cache=kept))
+    if group and kept is not None:
+        raise ConfigError(
+            "load: cache is for one process, and group reads each byte once for all: leave one out"
+        )
+    how = _How(choices, device, kept, group, share)
+    return _at_source(config_or_path, request, partial(_load_config, how=how))
+
+
+class _How(NamedTuple):
+    """What is loaded, where to, by which cache, and by whom."""
+
+    choices: Choices
+    device: torch.device
+    cache: tuple[Path, int | None] | None
+    group: object
+    share: bool
 
 
 @public_call
@@ -218,15 +244,14 @@ def _load_config(
     request: RestoreRequest,
     shard: Shard = SHARD,
     *,
-    plan: MakePlan,
-    cache: tuple[Path, int | None] | None = None,
+    how: _How,
 ) -> dict[str, Any]:
     """Load from the tiers of a configuration. A trainer may delete a checkpoint that is being read: if no step was
     named, what is newest then is loaded."""
-    with RunReader(config) as reader:
+    with opened_by(how.group, config) as reader:
         places = {name: store.place for name, store in reader.stores.items()}
         tally = ReadTally(found_damage=damage_reporter(config.run, places))
-        kept = None if cache is None else reader.cache_in(*cache)
+        kept = None if how.cache is None else reader.cache_in(*how.cache)
 
         def choose_now(request: RestoreRequest) -> list[KnownCheckpoint]:
             reader.reopen_memory()
@@ -240,19 +265,28 @@ def _load_config(
                 checkpoint, tiers, images, tally, chunks_max=LOAD_CHUNKS, cache=kept
             )
 
-        with reading("load", tally, lambda: reader.memory_folder):
+        plan: MakePlan = partial(plan_load, map_location=how.device, choices=how.choices)
+        of: dict[str, Any] = {"make_plan": plan, "make_reader": open_now}
+        several: GroupLoad | None = None
+        if reader.ranks.many:
+            several = GroupLoad(
+                config, reader, how.choices, how.device, shard=shard, share=how.share
+            )
+            of = {"make_plan": several.plan, "make_reader": several.open}
+            of["together"] = several.together
+        shown = reading("load", tally, lambda: reader.memory_folder)
+        with shown if reader.ranks.topology.is_root else nullcontext():
             restored = fill_first(
-                choose_now,
+                choose_now if several is None else partial(several.choose, tally=tally),
                 request,
                 tally,
-                make_plan=plan,
                 shard=shard,
-                make_reader=open_now,
                 resize=ResizeRules(values_of=0),
+                **of,
             )
         if restored is None:
             raise RestoreError(f"load: {config.run} holds no checkpoint")
-        restored.plan.finish()
+        restored.plan.finish() if several is None else several.finish(restored, request)
         return restored.plan.loaded
 
 

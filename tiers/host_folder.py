@@ -187,7 +187,7 @@ def measure_room(folder: Path) -> RoomReport:
     return RoomReport(
         folder=folder,
         file_system_free_bytes=status.f_bavail * status.f_frsize,
-        memory_free_bytes=_memory_free_bytes(),
+        memory_free_bytes=memory_free_bytes(),
         in_memory=in_memory,
         file_system_bytes=status.f_blocks * status.f_frsize,
     )
@@ -208,7 +208,7 @@ def file_system_of(folder: Path) -> str | None:
     return None
 
 
-def _memory_free_bytes() -> int | None:
+def memory_free_bytes() -> int | None:
     """Return the available memory of the machine, or what the container may still use if that is less."""
     known = [free for free in (_machine_free_bytes(), _container_free_bytes()) if free is not None]
     return min(known, default=None)

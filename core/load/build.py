@@ -40,6 +40,8 @@ from tierfall.core.types.errors import IntegrityError, RestoreError
 CPU = torch.device("cpu")
 Make = Callable[[], Any]
 """Makes an object, once the bytes of its tensors are read."""
+Lend = Callable[[int], torch.Tensor]
+"""Returns the flat memory of a tensor, by its position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,10 @@ class Fill:
 class Builder:
     """Allocates and builds the objects of one header's tree, and collects the targets of each of its tensors."""
 
-    def __init__(self, header: ImageHeader) -> None:
+    def __init__(self, header: ImageHeader, lend: Lend | None = None) -> None:
+        """``lend`` returns the memory of a tensor on the CPU, in place of new memory; it is no target."""
         self.header = header
+        self._lend = lend
         self.targets: list[BlockTarget] = []
         """Of whole tensors and of blocks."""
         self._flat: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -80,6 +84,8 @@ class Builder:
         """Return the flat uint8 memory of a tensor, which is a target of it."""
         found = self._flat.get((position, device))
         if found is None:
+            if self._lend is not None and device == CPU:
+                return self._lend(position)
             length = self.header.tensors[position].length
             found = torch.empty(length, dtype=torch.uint8, device=device)
             self._flat[position, device] = found

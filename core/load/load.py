@@ -9,7 +9,7 @@ import torch
 
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.tree import MapNode, ModuleNode, Node, positions_of
-from tierfall.core.load.build import CPU, Builder
+from tierfall.core.load.build import CPU, Builder, Lend
 from tierfall.core.load.choices import Choices, check_names
 from tierfall.core.load.plan import ReadPlan
 from tierfall.core.tensors.builtin_codecs import UnknownValue
@@ -21,8 +21,8 @@ logger = logging.getLogger("tierfall")
 class _LenientBuilder(Builder):
     """Builds what a process has the classes for; an ``UnknownValue`` stands for any other value."""
 
-    def __init__(self, header: ImageHeader) -> None:
-        super().__init__(header)
+    def __init__(self, header: ImageHeader, lend: Lend | None) -> None:
+        super().__init__(header, lend)
         self.reasons: dict[str, str] = {}
         """Why there is an UnknownValue, by the name of its class or codec."""
 
@@ -48,11 +48,13 @@ def plan_load(
     map_location: str | torch.device | None = None,
     choices: Choices | None = None,
     whole: bool = False,
+    lend: Lend | None = None,
 ) -> ReadPlan:
     """Plan to load an image, or what ``choices`` select of it, onto ``map_location`` (None: the CPU).
 
-    Allocates every tensor. A value whose class or codec is not there becomes an ``UnknownValue``, which is logged.
-    Raises RestoreError where a tensor is only a block and ``whole`` is set: the images of all ranks have to be merged.
+    Allocates every tensor; with ``lend`` those on the CPU are in its memory, and are no targets. A value whose class or
+    codec is not there becomes an ``UnknownValue``, which is logged. Raises RestoreError where a tensor is a block, and
+    ``whole`` is set: the images of all ranks have to be merged.
     """
     device = CPU if map_location is None else torch.device(map_location)
     tree = header.tree
@@ -64,7 +66,7 @@ def plan_load(
     for stored in [header.tensors[position] for position in positions_of(tree)] if whole else ():
         if stored.shape != stored.whole_shape:
             raise RestoreError(f"load of {header.what}: {stored.name} is a block of a tensor")
-    builder = _LenientBuilder(header)
+    builder = _LenientBuilder(header, lend)
     make = builder.prepare(tree, device)
     loaded: dict[Any, Any] = {}
 

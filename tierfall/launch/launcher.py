@@ -20,8 +20,9 @@ _OF_A_NODE = {"path", "url", "options", "folder", "domains"}
 """Keys of a tier that may differ between nodes."""
 
 
-def find_ranks(config: Config, *, process_group: Any = None) -> Ranks:
-    """Connect to the other ranks of this job; a process without others is a job of one rank.
+def find_ranks(config: Config, *, process_group: Any = None, meeting: str = "") -> Ranks:
+    """Connect to the other ranks of this job; a process without others is a job of one rank. Several groups of a run
+    may meet at the same time, each in a ``meeting`` of another name.
 
     The ranks are those of the process group; without one, those of ``torch.distributed`` where it is initialised; else
     those that torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GROUP_RANK) or SLURM's srun (SLURM_PROCID,
@@ -43,7 +44,7 @@ def find_ranks(config: Config, *, process_group: Any = None) -> Ranks:
         address=_address(rank),
         settings=_settings(config),
     )
-    return Ranks.join(place, _bootstrap(), run=config.run, timeout_s=config.max_wait_s)
+    return Ranks.join(place, _bootstrap(), run=config.run + meeting, timeout_s=config.max_wait_s)
 
 
 def _rank_and_size(process_group: Any) -> tuple[int, int]:

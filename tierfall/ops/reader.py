@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -27,6 +28,7 @@ from tierfall.core.copies.checkpoint_reader import OpenImage, image_opener
 from tierfall.core.copies.chunk_cache import ChunkCache
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Lineage, parse_commit
+from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
@@ -53,9 +55,11 @@ from tierfall.setup.tiers import (
     call_tiers,
     close_stores,
     list_all,
+    list_together,
     may_create,
     open_slot,
     open_stores,
+    start_patience_s,
 )
 from tierfall.telemetry.journal import LogTail
 from tierfall.telemetry.progress import progress_in
@@ -221,7 +225,9 @@ def _runs_on(store: StoredTier, folder: Path | None) -> set[str]:
 class RunReader:
     """The tiers of one run, open for reading. Each call to a tier has a bound."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
+        """If there are other ``ranks``, all of them list together."""
+        self.ranks = ranks or Ranks.alone()
         self.config = config = seen_by_one(config)
         self.run = config.run
         folder = run_folder(config, self.run)
@@ -278,7 +284,11 @@ class RunReader:
     ) -> tuple[tuple[Listing, ...], dict[str, UnreachableError], Sequence[str]]:
         """Return the listings of all tiers; those that count as not mounted, as they are empty and should not be, each
         with the error; and those that ``open`` creates: their folder is missing, and nothing remembers them."""
-        listings = list_all(self.config, self.memory(), self.stores, self.errors, self._calls)
+
+        opened = (self.memory(), self.stores, self.errors, self._calls)
+        list_here = partial(list_all, self.config, *opened)
+        timeout_s = start_patience_s(self.config)
+        listings = list_together(self.config, self.ranks, list_here, "load", timeout_s=timeout_s)
         identities = TierIdentities(self.config, self.stores, self._folder, listings, self._calls)
         creatable = {tier.name for tier in self.config.written if may_create(tier)}
         absent = (x.tier for x in listings if isinstance(x.error, NoFolderError))

@@ -28,7 +28,6 @@ from tierfall.core.format.catalog import (
 )
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.inventory import SharedListings, describe
 from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -54,8 +53,9 @@ from tierfall.setup.tiers import (
     close_stores,
     has_files,
     is_owner,
-    is_shared,
     list_all,
+    list_together,
+    listed_by_root,
     make_durable,
     mark_not_durable,
     open_stores,
@@ -357,41 +357,23 @@ class OpenedTiers:
     def list_now(self, call: str = "restore", *, newest: bool = False) -> tuple[Listing, ...]:
         """List every tier; of memory, the slots of this process. ``newest`` is as in ``StoredTier.list``. Rank 0 lists
         the tiers that all nodes see, and tells the others, in a ``call`` of all ranks."""
-        shared, of_root = self._shared(), self._listed_by_root()
-        found = list_all(
+        list_here = partial(
+            list_all,
             self.config,
             self.memory.list(),
             self.stores,
             self.errors,
             self._calls,
             newest=newest,
-            listed_by_root=of_root,
         )
-        if not shared:
-            return found
         # In a restore, rank 0 has listed already when it waits for the others, and these wait for its listing.
         has_listed = self.ranks.topology.is_root and call != OPENING
-        answer = self.ranks.agree(
-            call,
-            None,
-            lambda _: SharedListings(tiers=describe(found, mine=shared)),
-            SharedListings,
-            timeout_s=None if has_listed else start_patience_s(self.config),
-        )
-        return tuple(
-            answer.tiers[x.tier].listing_of(0, x.tier)
-            if x.tier in of_root and x.error is None
-            else x
-            for x in found
-        )
-
-    def _shared(self) -> list[str]:
-        """Return the stored tiers that rank 0 lists for all ranks; none if there is one rank."""
-        return [x.name for x in self.config.storage if is_shared(x)] if self.ranks.many else []
+        timeout_s = None if has_listed else start_patience_s(self.config)
+        return list_together(self.config, self.ranks, list_here, call, timeout_s=timeout_s)
 
     def _listed_by_root(self) -> list[str]:
         """Return the stored tiers that rank 0 lists for this rank; none on rank 0."""
-        return [] if self.ranks.topology.is_root else self._shared()
+        return [] if self.ranks.topology.is_root else listed_by_root(self.config, self.ranks)
 
     @property
     def is_partial(self) -> bool:

@@ -22,6 +22,7 @@ from tierfall.core.compression.codec import LEVEL_MIN, frame_bytes_max
 from tierfall.core.flush.lane import LaneLimits
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.inventory import SharedListings, describe
 from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult, NotAskedError
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
@@ -417,6 +418,40 @@ def list_all(
         return answers[name].get()
 
     return (memory, *(listing(tier.name) for tier in config.stored))
+
+
+def list_together(
+    config: Config,
+    ranks: Ranks,
+    list_here: Callable[..., tuple[Listing, ...]],
+    call: str,
+    *,
+    timeout_s: float | None,
+) -> tuple[Listing, ...]:
+    """List every tier, on all ranks. Rank 0 lists those that all nodes see, and tells the others, in a ``call`` of all
+    ranks; ``list_here`` is ``list_all`` of the tiers of this rank."""
+    of_root = listed_by_root(config, ranks)
+    found = list_here(listed_by_root=() if ranks.topology.is_root else of_root)
+    if not of_root:
+        return found
+    answer = ranks.agree(
+        call,
+        None,
+        lambda _: SharedListings(tiers=describe(found, mine=of_root)),
+        SharedListings,
+        timeout_s=timeout_s,
+    )
+    return tuple(
+        answer.tiers[x.tier].listing_of(0, x.tier)
+        if x.tier in of_root and not ranks.topology.is_root and x.error is None
+        else x
+        for x in found
+    )
+
+
+def listed_by_root(config: Config, ranks: Ranks) -> list[str]:
+    """Return the stored tiers that rank 0 lists for all ranks; none if there is one rank."""
+    return [tier.name for tier in config.storage if is_shared(tier)] if ranks.many else []
 
 
 def make_durable(store: StoredTier, listing: Listing) -> Listing:
