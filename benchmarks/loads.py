@@ -40,7 +40,7 @@ def pss_of(pid: int) -> int:
 @contextmanager
 def place(count: int, chunk: str) -> Iterator[Path]:
     """A folder in which the tier has the checkpoint."""
-    folder = Path(tempfile.mkdtemp(prefix="tierfall-loads-", dir=Path.cwd()))
+    folder = Path(tempfile.mkdtemp(prefix="tierfall-loads-"))
     try:
         (answer,) = Job(folder, 1, program=PROGRAM).run(
             "save_tensors", 300, count=count, tensor_bytes=TENSOR_BYTES, chunk=chunk
