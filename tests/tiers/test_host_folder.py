@@ -23,7 +23,7 @@ def test_memory_that_does_not_suffice_is_noticed_before_the_kernel_kills(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_folder, "is_in_memory", lambda folder: True)
-    monkeypatch.setattr(host_folder, "_memory_free_bytes", lambda: MIB)
+    monkeypatch.setattr(host_folder, "memory_free_bytes", lambda: MIB)
     with pytest.raises(CapacityError, match=r"available 1 MiB .*memory: 1 MiB"):
         create(path, 2 * MIB)
     assert not path.exists()
