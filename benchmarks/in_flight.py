@@ -20,7 +20,7 @@ from benchmarks.chain import FILE, configuration
 from benchmarks.figures import Results
 from benchmarks.plan import Plan
 from benchmarks.rounds import Measured, find_each
-from tierfall.policies.cadence import pccheck_steps
+from tierfall.policies.formulas import pccheck_steps
 
 IN_FLIGHT = (1, 2, 4)
 STEP_S = 0.02

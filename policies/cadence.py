@@ -15,6 +15,7 @@ from tierfall.core.types.policy import Rule
 from tierfall.core.types.units import format_duration, format_period, format_share
 from tierfall.core.types.values import LOSS_CLASSES, LossClass, TierKind
 from tierfall.core.types.view import TierRules
+from tierfall.policies.formulas import checkfreq_steps, daly_s, overhead_steps, pccheck_steps
 
 PROFILE_STEPS = 10
 """Steps that are measured before the first save, and the least number between it and the second."""
@@ -255,38 +256,3 @@ def mean_within(samples: Sequence[float], *, cut: float = 0.1) -> float:
     few = int(len(samples) * cut)
     usual = sorted(samples)[few : len(samples) - few]
     return math.fsum(usual) / len(usual)
-
-
-_SLACK = 1e-9
-"""Tolerance for the rounding of a quotient: 3.0000000000000004 steps are 3."""
-
-
-def daly_s(cost_s: float, mtbf_s: float) -> float:
-    """Return the best interval to higher order: sqrt(2 C M) (1 + 1/3 sqrt(C / 2M) + 1/9 (C / 2M)) - C where C < 2 M,
-    else M (Daly 2006)."""
-    if cost_s >= 2 * mtbf_s:
-        return mtbf_s
-    part = cost_s / (2 * mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
-
-
-def checkfreq_steps(full_s: float, foreground_s: float, step_s: float) -> int:
-    """Return the steps from one checkpoint to the next with which one is through before the next begins:
-    max(ceil((T_full - o) / T_iter), 1) (CheckFreq, FAST'21)."""
-    return max(_ceil((full_s - foreground_s) / step_s), 1)
-
-
-def overhead_steps(cost_s: float, step_s: float, overhead: float) -> int:
-    """Return the fewest steps over which a save's cost is within ``overhead``, a share of the time without it.
-    CheckFreq grows its interval by 2 towards it; here it is immediate, and from above too."""
-    return max(_ceil(cost_s / (overhead * step_s)), 1)
-
-
-def pccheck_steps(write_s: float, images: int, slowdown: float, step_s: float) -> int:
-    """Return the fewest steps between checkpoints with which ``images`` of them in flight keep up:
-    f >= T_w / (N q t), q the slow-down of training that is tolerated, 1 for none (PCcheck, ASPLOS'25)."""
-    return max(_ceil(write_s / (images * slowdown * step_s)), 1)
-
-
-def _ceil(value: float) -> int:
-    return math.ceil(value - _SLACK * max(1.0, abs(value)))

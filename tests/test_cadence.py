@@ -17,7 +17,8 @@ from tests.steps import state_of
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.types.values import CheckpointId, LossClass, TierKind, survives
 from tierfall.core.types.view import TierRules
-from tierfall.policies.cadence import PROFILE_STEPS, CadenceRules, daly_s
+from tierfall.policies.cadence import PROFILE_STEPS, CadenceRules
+from tierfall.policies.formulas import daly_s
 from tierfall.run.cadence import CadenceClock
 from tierfall.telemetry.step_timer import STALE_STEPS
 

@@ -16,7 +16,7 @@ import tierfall.backends.toolkit
 import tierfall.integrations.accelerate
 import tierfall.integrations.dcp
 import tierfall.policies
-from tierfall.cli.common import _STYLES
+from tierfall.cli.output import STYLES
 from tierfall.core.types.values import CopyState
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +63,7 @@ def test_every_word_of_the_glossary_occurs_in_the_code() -> None:
 
 def test_the_glossary_has_every_state_of_a_copy_that_commands_print() -> None:
     states = (ROOT / "docs/glossary.md").read_text().partition("| word |")[0]
-    shown = {str(state) for state in CopyState} - {CopyState.ABSENT} | set(_STYLES) - {"DAMAGED"}
+    shown = {str(state) for state in CopyState} - {CopyState.ABSENT} | set(STYLES) - {"DAMAGED"}
     assert set(re.findall(r"^\| `([^`]+)` \|", states, re.MULTILINE)) == shown | {"-"}
 
 

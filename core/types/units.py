@@ -110,6 +110,14 @@ def parse_rate(value: int | str) -> int:
     return _whole_bytes(value, number, _factor(unit or "B/s", RATE_UNITS, EXPECTED_RATE))
 
 
+def parse_positive_rate(value: int | str) -> int:
+    """Parse a rate above 0 to bytes per second. Raises ConfigError."""
+    bytes_per_s = parse_rate(value)
+    if bytes_per_s == 0:
+        raise ConfigError(f"0 bytes per second is not a rate; expected {EXPECTED_RATE}")
+    return bytes_per_s
+
+
 def parse_duration(value: float | str) -> float:
     """Parse a time to seconds; a number, or text without a unit, is in seconds. Raises ConfigError."""
     if isinstance(value, float) and math.isfinite(value) and value >= 0:
@@ -156,6 +164,15 @@ def parse_share(value: float | str) -> float:
     if number > 100:
         raise ConfigError(f"{value!r} is more than the whole; expected {EXPECTED_SHARE}")
     return float(number / 100)
+
+
+def parse_overhead(value: float | str) -> float:
+    """Parse the share of training time that saving may cost. Raises ConfigError."""
+    share = parse_share(value)
+    if not 0 < share < 1:
+        why = " leaves no time to train" if share else " is never spent"
+        raise ConfigError(f'"{value}"{why}; expected more than 0% and less than 100%, such as 3.5%')
+    return share
 
 
 def _split(value: object, expected: str) -> tuple[Decimal, str]:

@@ -15,13 +15,10 @@ from tierfall.policies.cadence import (
     CadenceRules,
     IntervalBound,
     Measured,
-    checkfreq_steps,
     choose_interval,
-    daly_s,
-    overhead_steps,
-    pccheck_steps,
     tier_cadences,
 )
+from tierfall.policies.formulas import checkfreq_steps, daly_s, overhead_steps, pccheck_steps
 
 COSTS = st.floats(1e-4, 1e4)
 TIMES = st.floats(1e-3, 1e3)

@@ -1,5 +1,5 @@
-"""The command line. ``app`` lists the commands, which ``usage`` parses; each is in a module of its subject, and
-``common`` is what those share.
+"""The command line. ``app`` lists the commands, which ``usage`` parses; each is in a module of its subject;
+``output`` prints for all of them, and ``common`` is what those on a run share.
 
 The modules here parse options and print. The work is in modules that print nothing: ``tierfall.ops`` and
 ``tierfall.export``.

@@ -153,7 +153,7 @@ def _command(
             work(**given)
             return
         given = {option: value for option, value in given.items() if option not in also}
-        answer = import_module("tierfall.cli.common").CommandOutput(asked)
+        answer = import_module("tierfall.cli.output").CommandOutput(asked)
         work(answer, **given)
         answer.finish()
 

@@ -15,13 +15,15 @@ from itertools import pairwise
 from rich.console import Console
 
 from tierfall.cli.common import (
-    CommandOutput,
-    Part,
     RunFacts,
-    cell,
-    counted,
     describe_new,
     load_settings_of_all,
+)
+from tierfall.cli.output import (
+    CommandOutput,
+    Part,
+    cell,
+    counted,
     table,
     with_tier,
 )

@@ -21,12 +21,9 @@ from typing import Any
 import typer
 
 from tierfall.cli.common import (
-    CommandOutput,
-    Part,
     RunFacts,
     check_ownerless,
     check_tier,
-    counted,
     document_of,
     load_settings,
     load_settings_if_any,
@@ -35,10 +32,15 @@ from tierfall.cli.common import (
     of_this_user,
     owner_members,
     showing,
+)
+from tierfall.cli.look import held_members
+from tierfall.cli.output import (
+    CommandOutput,
+    Part,
+    counted,
     table,
     with_tier,
 )
-from tierfall.cli.look import held_members
 from tierfall.cli.usage import (
     CommandRefused,
     Exit,

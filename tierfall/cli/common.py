@@ -1,41 +1,27 @@
-"""What all commands share beside their arguments: output and progress; the configuration, and ``RunFacts``, one
-listing of all tiers of a run.
-
-A command prints its output once, at the end: tables and sentences for a person, or one JSON document and nothing else
-on stdout. Each problem is one line on stderr. With ``--json`` there is always a document, whatever the error.
-"""
+"""What the commands on a run share: their progress; the configuration; ``RunFacts``, one listing of all its tiers."""
 
 from __future__ import annotations
 
-import io
 import logging
-import re
-import shutil
 import socket
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self
 
-from rich.console import Console
 from rich.text import Text
 
+from tierfall.cli.output import CommandOutput, aligned, cell, screen_width, styled, with_tier
 from tierfall.cli.usage import (
     DEFAULT_CONFIG,
     Asked,
-    CommandRefused,
     Exit,
     StepName,
-    print_out,
     print_problem,
-    proposed,
     refuse,
-    to_document,
 )
 from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address
@@ -62,25 +48,7 @@ from tierfall.telemetry.figures import Statistics
 from tierfall.telemetry.progress import LINE_EVERY_S, Watch, shown
 from tierfall.telemetry.reports import CheckpointInfo, CopyInfo, format_unread
 
-T = TypeVar("T")
-Part = Text | str
-"""What a person is shown: a table, or lines."""
-PIPED_WIDTH = 10_000
-GLUE = "\xa0"
-"""Stands for a space at which no line ends."""
 REMARKS = "REMARKS"
-_STYLES = {
-    "damaged": "bold red",
-    "DAMAGED": "bold red",
-    "unreadable": "bold red",
-    "set aside": "red",
-    "?": "red",
-    "owed": "yellow",
-    "unfinished": "yellow",
-    "arriving": "cyan",
-}
-"""Colours of the states that need attention. Rich applies them on a terminal, and honours NO_COLOR and FORCE_COLOR."""
-_STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?![^\s,])")
 
 
 def of_this_user(settings: Config) -> str:
@@ -88,91 +56,9 @@ def of_this_user(settings: Config) -> str:
     return "" if settings.host.folder else " of this user"
 
 
-@dataclass(slots=True)
-class CommandOutput:
-    """Collects the output of a command, as tables and text or as a document; any problem makes it exit with
-    COULD_NOT."""
-
-    asked: Asked
-    document: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    _shown: list[Part] = field(default_factory=list)
-
-    @property
-    def as_json(self) -> bool:
-        return self.asked.as_json
-
-    def show(self, *parts: Part) -> None:
-        """Add tables and lines for a person, in order."""
-        self._shown += [proposed(part) if isinstance(part, str) else part for part in parts]
-
-    def problem(self, message: object) -> None:
-        self.problems.append(str(message))
-
-    def note_unread(self, unread: Mapping[str, TierfallError]) -> None:
-        """Report each tier that could not be read, once."""
-        for tier, error in unread.items():
-            line = with_tier(tier, error, " could not be read")
-            if line not in self.problems:
-                self.problem(line)
-
-    def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
-        """End the command with the problems so far and one more."""
-        raise CommandRefused([*self.problems, str(message)], code)
-
-    def finish(self) -> None:
-        """Print everything; problems end the command."""
-        if not self.as_json:
-            print_parts(self._shown)
-        if self.problems:
-            raise CommandRefused(self.problems, document=self.document)
-        if self.as_json:
-            print_out(to_document(self.document, [], indent=2) + "\n")
-
-
 def document_of(run: str, of_steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the document of one step as it is; those of several as ``steps``."""
     return of_steps[0] if len(of_steps) == 1 else {"run": run, "steps": list(of_steps)}
-
-
-def screen_width() -> int:
-    """Return the columns that a line may have: those of the terminal; a file or a pipe has no limit."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
-
-
-def print_parts(parts: Iterable[Part]) -> None:
-    """Print for a person. A terminal gets lines that end between words; a file or a pipe gets no line breaks by width,
-    and no spaces at the ends of lines."""
-    at_terminal = sys.stdout.isatty()
-    console = Console(
-        file=io.StringIO(),
-        force_terminal=at_terminal or None,  # None: FORCE_COLOR decides
-        width=screen_width(),
-        markup=False,
-        highlight=False,
-        emoji=False,
-        soft_wrap=True,
-    )
-    with console.capture() as capture:
-        for part in parts:
-            console.print(_wrapped(part, console.width) if isinstance(part, str) else part)
-    text = capture.get()
-    print_out(text if at_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE))
-
-
-def _wrapped(text: str, width: int) -> str:
-    return "\n".join(
-        textwrap.fill(
-            line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        )
-        for line in text.split("\n")
-    )
-
-
-def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> Text:
-    """Return a table without rules, and without columns that are empty; those in ``right`` are aligned to the right,
-    states of copies have their colour."""
-    return _styled(_aligned(names, [*rows], right))
 
 
 def checkpoints_table(
@@ -210,39 +96,10 @@ def checkpoints_table(
         told = [*(f"{name} {value}" for name, value in values.items() if value), remarks]
         narrow.append((*head, ", ".join(copies), ", ".join(filter(None, told))))
     right = {"STEP", "AGE", "SIZE", *metrics}
-    drawn = _aligned((*wide_head, *metrics, REMARKS), wide, right)
+    drawn = aligned((*wide_head, *metrics, REMARKS), wide, right)
     if max(map(len, drawn)) > screen_width():
-        drawn = _aligned((*narrow_head, REMARKS), narrow, right)
-    return _styled(drawn)
-
-
-def _styled(drawn: Sequence[str]) -> Text:
-    lines = [_wrapped(line, screen_width()).replace(GLUE, " ") for line in drawn]
-    text = Text("\n".join(lines))
-    text.stylize("bold", 0, len(lines[0]))
-    text.highlight_regex(_STATE, lambda state: _STYLES[state])
-    return text
-
-
-def _aligned(
-    names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]
-) -> list[str]:
-    """Return the lines of a table: rich's own takes a second for a thousand rows. Where a line is too long, it ends
-    between two columns, or between the words of one that is aligned to the left."""
-    columns = [each for each in zip(names, *rows, strict=True) if any(each[1:]) or not rows]
-    padded = []
-    for column in columns:
-        width = max(map(len, column))
-        if column[0] in right:
-            padded.append([cell.replace(" ", GLUE).rjust(width) for cell in column])
-        else:
-            padded.append([cell.ljust(width) for cell in column])
-    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
-
-
-def cell(value: T | None, format: Callable[[T], str]) -> str:
-    """Format a cell of a table; ``-`` where the value is not known."""
-    return "-" if value is None else format(value)
+        drawn = aligned((*narrow_head, REMARKS), narrow, right)
+    return styled(drawn)
 
 
 def format_metric(value: float | str | None) -> str:
@@ -253,16 +110,6 @@ def format_metric(value: float | str | None) -> str:
 def rough_duration(seconds: float) -> str:
     """Format a time in its largest unit: ``5 h``."""
     return " ".join(format_duration(round(seconds)).split()[:2])
-
-
-def counted(count: int, one: str, many: str) -> str:
-    """Format a count with its noun: ``1 copy``, ``2 copies``."""
-    return f"{count} {one if count == 1 else many}"
-
-
-def with_tier(tier: str, error: object, what: str = "") -> str:
-    """Prefix an error with its tier, which many messages name by themselves, and with ``what`` is with it."""
-    return f"tier {tier}{what}: {str(error).removeprefix(f'{tier}: ')}"
 
 
 def describe_new(tier: str, place: str) -> str:

@@ -20,12 +20,8 @@ from rich.text import Text
 
 import tierfall
 from tierfall.cli.common import (
-    CommandOutput,
-    Part,
     RunFacts,
-    cell,
     checkpoints_table,
-    counted,
     describe_new,
     document_of,
     format_metric,
@@ -34,8 +30,14 @@ from tierfall.cli.common import (
     name_other_runs,
     of_this_user,
     owner_members,
-    print_parts,
     rough_duration,
+)
+from tierfall.cli.output import (
+    CommandOutput,
+    Part,
+    cell,
+    counted,
+    print_parts,
     table,
     with_tier,
 )

@@ -106,16 +106,9 @@ def _level(value: object) -> int:
     return level
 
 
-def _positive_rate(value: int | str) -> int:
-    bytes_per_s = units.parse_rate(value)
-    if bytes_per_s == 0:
-        raise ConfigError(f"0 bytes per second is not a rate; expected {units.EXPECTED_RATE}")
-    return bytes_per_s
-
-
 def _bandwidth(value: int | str) -> int | float:
     if not isinstance(value, str) or "%" not in value:
-        return _positive_rate(value)
+        return units.parse_positive_rate(value)
     share = units.parse_share(value)
     if share == 0:
         raise ConfigError(
@@ -148,16 +141,6 @@ def _chunk(value: int | str) -> int:
     if size_bytes % CHUNK_BYTES_MIN or not CHUNK_BYTES_MIN <= size_bytes <= CHUNK_BYTES_MAX:
         raise misfit(value, "a multiple of 4KiB from 4KiB to 1GiB")
     return size_bytes
-
-
-def _overhead(value: float | str) -> float:
-    share = units.parse_share(value)
-    if not 0 < share < 1:
-        why = " leaves no time to train" if share else " is never spent"
-        raise ConfigError(
-            f"{show(value)}{why}; expected more than 0% and less than 100%, such as 3.5%"
-        )
-    return share
 
 
 def _url(value: str) -> str:
@@ -303,7 +286,7 @@ Chunk = Annotated[
 ]
 Rate = Annotated[
     int,
-    BeforeValidator(_positive_rate),
+    BeforeValidator(units.parse_positive_rate),
     _number_or_text(units.RATE_PATTERN, type="integer", minimum=1),
 ]
 Bandwidth = Annotated[
@@ -332,7 +315,7 @@ Wait = Annotated[
 _SHARE_SCHEMA = WithJsonSchema({"type": "string", "pattern": units.SHARE_PATTERN})
 _WRITE_SHARE = PlainSerializer(lambda share: f"{share * 100:.12g}%")
 Share = Annotated[float, BeforeValidator(units.parse_share), _WRITE_SHARE, _SHARE_SCHEMA]
-Overhead = Annotated[float, BeforeValidator(_overhead), _WRITE_SHARE, _SHARE_SCHEMA]
+Overhead = Annotated[float, BeforeValidator(units.parse_overhead), _WRITE_SHARE, _SHARE_SCHEMA]
 Count = Annotated[int, Field(ge=1), BeforeValidator(_count)]
 Level = Annotated[int, Field(ge=1, le=LEVEL_MAX), BeforeValidator(_level)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
