@@ -70,7 +70,7 @@ test-frameworks: .venv-frameworks/.installed .venv-torchtitan/.installed
 
 # Hugging Face and Lightning alone: the programs of their pages are killed and go on, and what needs one process.
 FRAMEWORKS_QUICK := $(addprefix tests/integrations/frameworks/test_, hugging_face.py docs_hugging_face.py \
-    transformers_export.py lightning_docs.py lightning_calls.py)
+    transformers_export.py plan_parameters.py lightning_docs.py lightning_calls.py)
 
 test-frameworks-quick: .venv-frameworks/.installed
 	HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= .venv-frameworks/bin/python -m pytest -n 2 --dist loadfile $(FRAMEWORKS_QUICK)

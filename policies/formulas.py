@@ -95,9 +95,3 @@ def mlperf_optimizer_bytes(parameters: int, hidden: int, ranks: int) -> int:
     """Return the bytes of the optimizer that a rank of MLPerf Storage writes: 3 x (P // (DP TP PP) + 5 h) x 4
     (mlcommons/storage: base_checkpointing.py of dlio_benchmark)."""
     return 3 * (parameters // ranks + 5 * hidden) * 4
-
-
-def mean_failures_s(nodes: int, per_thousand_node_days: float) -> float:
-    """Return the mean time between failures of a job: 1 / (N r_f), r_f failures of a node in 1000 days (Meta,
-    HPCA'25)."""
-    return 86_400_000 / (nodes * per_thousand_node_days)

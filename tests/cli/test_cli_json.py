@@ -22,6 +22,7 @@ from tierfall.telemetry.figures import FIGURES
 METRICS = {"loss": 0.5, "bad": float("nan")}
 LOOKS = ("ls", "latest", "runs", "show 3", "prune --dry-run", "verify")
 RARELY = {
+    "changes",
     "failed",
     "left_to",
     "notes",
@@ -144,8 +145,10 @@ def test_the_page_has_what_the_commands_that_change_print(cli: Cli, tmp_path: Pa
     page.check(
         run(["init", str(tmp_path / "new.yaml"), "--parameters", "1M", "--json"]).document, "init"
     )
+    words = ("7B", "--gpus", "16", "--failures", "9", "--mtbf", "1d")
+    page.check(run(["plan", *words, "--json"]).document, "plan")
     changed = {"pin", "tag", "rm", "rm---all", "forget", "copy", "prefetch", "export", "import"}
-    assert {name for _, name in page.unseen(*changed, "init")} <= RARELY
+    assert {name for _, name in page.unseen(*changed, "init", "plan")} <= RARELY
 
 
 def test_the_page_has_what_is_printed_beside_a_trainer_and_after_its_death(

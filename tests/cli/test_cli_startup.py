@@ -71,6 +71,12 @@ def test_version_and_help_import_little() -> None:
     assert max(len(line) for text in printed for line in text.splitlines()) <= 80
 
 
+def test_a_plan_imports_no_torch() -> None:
+    (printed,), modules = run_all(("plan llama3-405b --gpus 16384 --overhead 1%", {}))
+    assert "405,853,388,800 parameters" in printed
+    assert modules & (HEAVY | {"yaml", "matplotlib"}) == set()
+
+
 def test_the_overview_lists_each_command_in_one_group() -> None:
     (text,), _ = run_all(("--help", {}))
     groups = {}

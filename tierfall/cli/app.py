@@ -28,10 +28,13 @@ from tierfall.core.types.units import (
     format_duration,
     format_size,
     parse_duration,
+    parse_overhead,
+    parse_positive_rate,
     parse_size,
     parse_size_with_unit,
 )
 from tierfall.core.types.values import ExportDtype, ExportFormat
+from tierfall.plan.layout import Optimizer, Precision, Sharding
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -95,7 +98,7 @@ def _later(module: str, name: str) -> Callable[[str], Any]:
     return parser_of(lambda text: getattr(import_module(module), name)(text))
 
 
-def _parse_steps_per_hour(text: str) -> float:
+def _parse_number(text: str) -> float:
     count = float(text)
     if not 0 < count < float("inf"):
         raise typer.BadParameter(f"{text!r} is invalid; expected more than 0")
@@ -103,6 +106,8 @@ def _parse_steps_per_hour(text: str) -> float:
 
 
 _SIZE = parser_of(parse_size_with_unit)
+_RATE = parser_of(parse_positive_rate)
+_PARAMETERS = _later("tierfall.plan.models", "parse_parameters")
 _EVERY = _later("tierfall.config.fields", "parse_every")
 _STEP_TIME = parser_of(parse_duration, 0.001, format_duration)
 _STEP_HELP = "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be restored."
@@ -209,7 +214,7 @@ _command(
         "N",
         "The model's size, such as 7B. [unknown]",
         int,
-        _later("tierfall.cli.init", "parse_parameters"),
+        _PARAMETERS,
     ),
     every=_option(
         "--every", "N", "How often to save: in steps (100) or time (10m). [10m]", float, _EVERY
@@ -239,10 +244,62 @@ _command(
     save_every=_option("--save-every", "TIME", "The time between saves: 10m.", float, _STEP_TIME),
     step_time=_option("--step-time", "TIME", "The time of a training step: 2s.", float, _STEP_TIME),
     steps_per_hour=_option(
-        "--steps-per-hour", "N", "In place of --step-time.", float, _parse_steps_per_hour
+        "--steps-per-hour", "N", "In place of --step-time.", float, _parse_number
     ),
     ranks=_option("--ranks", "N", "The number of ranks.", int, min=1),
     nodes=_option("--nodes", "N", "The number of nodes.", int, min=1),
+)
+_command(
+    "plan",
+    "Say what checkpointing costs, before there is a run: bytes, the interval, what each tier needs, what a failure "
+    "costs, and the bottleneck. What is not given is assumed, and printed with its source.",
+    module="tierfall.cli.plan",
+    also=("as_json",),
+    model=_argument("MODEL", "llama3-8b, a config.json, or parameters: 7B.", default=None),
+    gpus=_option("--gpus", "N", "How many GPUs train. [8]", int, min=1, max=10**6),
+    gpus_per_node=_option("--gpus-per-node", "N", "GPUs of a node. [8]", int, min=1),
+    tp=_option("--tp", "N", "Tensor parallelism. [1]", int, min=1),
+    pp=_option("--pp", "N", "Pipeline parallelism. [1]", int, min=1),
+    cp=_option("--cp", "N", "Context parallelism. [1]", int, min=1),
+    dp=_option("--dp", "N", "Data parallelism. [what the others leave]", int, min=1),
+    ep=_option("--ep", "N", "Expert parallelism. [1]", int, min=1),
+    shard=_option("--shard", None, "What data-parallel ranks divide.", Sharding, default="fsdp"),
+    precision=_option("--precision", None, "The dtype of weights.", Precision, default="bf16"),
+    optimizer=_option("--optimizer", None, "What has a state.", Optimizer, default="adam"),
+    trainable=_option("--trainable", "N", "Parameters that are trained. [all]", int, _PARAMETERS),
+    tier=_option(
+        "--tier",
+        "TIER",
+        "A tier, fastest first: peers, nvme, nvme-gen5, lustre, store, s3; or with rates and rules, lustre:write=1GB/s,"
+        "read=1GB/s,every=10,last=3,capacity=1PB. May be repeated. [peers, nvme, store]",
+        list[str],
+    ),
+    host_memory=_option("--host-memory", "SIZE", "Memory of a node: 2TB.", int, _SIZE),
+    copy_rate=_option("--copy-rate", "RATE", "From a GPU to host memory.", float, _RATE),
+    link=_option("--link", "RATE", "What a node sends or receives.", float, _RATE),
+    mtbf=_option(
+        "--mtbf",
+        "TIME",
+        "Between failures of the job: 4h, or process=4h,node=12h,site=90d.",
+        parse=_later("tierfall.plan.cluster", "parse_mtbf"),
+    ),
+    restart=_option("--restart", "TIME", "Until a restore begins. [5m]", float, _STEP_TIME),
+    every=_option("--every", "N", "Save so often: steps (100) or time (10m).", float, _EVERY),
+    overhead=_option(
+        "--overhead",
+        "SHARE",
+        "The most that saves may lengthen training: 1%. [by the best ETTR]",
+        float,
+        parser_of(parse_overhead),
+    ),
+    step_time=_option("--step-time", "TIME", "The time of a training step.", float, _STEP_TIME),
+    config=_option("--config -c", "FILE", "Take tiers and interval from a YAML file."),
+    from_run=_option("--from-run", "DIR", "Take figures from a run's event log.", Path),
+    failures=_option("--failures", "N", "Simulate N weeks.", float, _parse_number),
+    trace=_option("--trace", "FILE", "Failures as CSV, not random ones.", Path),
+    seed=_option("--seed", "N", "Of random failures.", int, default=0),
+    write=_option("--write", "FILE", "Write a commented YAML file.", Path),
+    plot=_option("--plot", "FILE", "Draw ETTR and bandwidths as PNG.", Path),
 )
 _command(
     "demo",

@@ -1,8 +1,7 @@
 """``init`` and ``schema``: the YAML file before there is a run. This module imports no torch.
 
-The file is ``TEMPLATE`` with the answers in it. The size of an image follows from the number of parameters: with Adam
-in mixed precision, a parameter is 2 bytes of weights, 4 of their fp32 master copy and 8 of two moments (Megatron-LM at
-a trillion parameters, SC'21: 13.7 bytes).
+The file is ``TEMPLATE`` with the answers in it. The size of an image follows from the number of parameters, as in
+``plan``: with Adam in mixed precision.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,43 +23,37 @@ from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address, parse_every
 from tierfall.core.types.errors import BackendError, ConfigError
 from tierfall.core.types.units import format_period, format_size
+from tierfall.plan.layout import Optimizer, Precision, terms_of
+from tierfall.plan.models import parse_parameters
 from tierfall.tiers.host_folder import default_folder, measure_room
 
 T = TypeVar("T")
 DISK, EVERY_S, LOSE_S, LOSE_SAVES = "./checkpoints", 600.0, 3600.0, 10
-BYTES_A_PARAMETER = 14
+BYTES_A_PARAMETER = sum(term.bytes for term in terms_of(Precision.BF16, Optimizer.ADAM))
 KEPT = 3
 RANKS_A_MACHINE = 8
 """So many ranks are taken to share a machine, where there are more."""
 MEMORY = "the memory of this machine"
 _MIB, _GIB = 1 << 20, 1 << 30
 TEMPLATE = """\
-# Where the checkpoints of this run go. Written by tierfall init; change what you like.
+# Where the checkpoints of this run go. Written by tierfall; change what you like.
 # Every key: https://github.com/tierfall/tierfall/blob/main/docs/configuration.md
-run: {run}
+{notes}run: {run}
 interval: {{every: {every}}}  # {unit}; a killed process loses no more than that
 tiers:  # fastest first
   # Memory of the machine, which outlives the training process: saves go here, and return at once.
   # {size}
   - {{name: host, kind: host{capacity}}}
-{disks}{far}
+{tiers}
 """
-_DISK = """\
-  # A disk of this machine: survives a reboot, not the loss of the machine.
-  - name: {name}
-    kind: file
-    path: {path}
-    retain: {{last: {kept}}}  # the newest {kept}; older ones are deleted
-"""
-_FAR = """\
-  # Survives the loss of the machine.
-  - name: far
-    {place}
-    flush: {{every: {every}}}  # of the saved checkpoints, not steps{lost}
-    retain: {{last: {kept}}}"""
 _NO_FAR = """\
   # Nothing here survives the loss of the machine. Name a folder of a network file system, or a bucket:
   # - {name: far, kind: object, url: "s3://bucket/checkpoints", flush: {every: 6}, retain: {last: 3}}"""
+
+
+def write_tier(comment: str, *keys: str) -> str:
+    """Write one tier of the file; ``keys`` are its lines, the name first."""
+    return "\n".join([f"  # {comment}", f"  - {keys[0]}", *(f"    {key}" for key in keys[1:])])
 
 
 def init(
@@ -187,28 +179,6 @@ def parse_disk(text: str) -> str:
 def parse_far(text: str) -> str:
     """Parse a place that survives this machine; empty: there is none."""
     return "" if text.strip() == "none" else text.strip()
-
-
-_PARAMETERS_MIN = 10_000
-"""Fewer are a number without its unit."""
-_PARAMETERS = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([kKmMbBtT]?)")
-_SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-
-
-def parse_parameters(text: str) -> int:
-    """Parse a number of parameters: ``125M``, ``7B``; 0: it is unknown. Raises ConfigError."""
-    text = text.strip()
-    if text in ("", "unknown"):
-        return 0
-    found = _PARAMETERS.fullmatch(text)
-    count = int(Decimal(found[1]) * _SCALES[found[2].lower()]) if found else 0
-    if not _PARAMETERS_MIN <= count < 10**15:
-        guess = f"{text} or {text}B? " if found and not found[2] else f"{text!r} does not fit; "
-        raise ConfigError(
-            f"{guess}expected a number of parameters such as 125M, 7B or 1.5e9; of a model with less than "
-            f"{_PARAMETERS_MIN:,}, leave it unknown"
-        )
-    return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,29 +310,43 @@ def write_first_file(answers: Answers, free: Mapping[str, int]) -> str:
     names = (
         ["disk"] if len(answers.disks) == 1 else [f"disk{n + 1}" for n in range(len(answers.disks))]
     )
-    far = _NO_FAR
-    if answers.far is not None:
-        place = f"kind: file\n    path: {json.dumps(answers.far)}\n    shared: true  # all nodes see the same files"
-        if is_address(answers.far):
-            place = (
-                "kind: object  # credentials are found where the AWS command line finds them\n"
-                f"    url: {json.dumps(answers.far)}"
-            )
-        every = answers.flush_every
-        lost = "" if every == 1 else f": a copy each {_told(every * answers.every)}"
-        far = _FAR.format(place=place, every=every, lost=lost, kept=KEPT)
+    tiers = [
+        write_tier(
+            "A disk of this machine: survives a reboot, not the loss of the machine.",
+            f"name: {name}",
+            "kind: file",
+            f"path: {json.dumps(path)}",
+            f"retain: {{last: {KEPT}}}  # the newest {KEPT}; older ones are deleted",
+        )
+        for name, path in zip(names, answers.disks, strict=True)
+    ]
+    tiers.append(_NO_FAR if answers.far is None else _far(answers, answers.far))
     in_steps = isinstance(answers.every, int)
     return TEMPLATE.format(
+        notes="",
         run=json.dumps(answers.run),
         every=shown_every(answers.every),
         unit="training steps" if in_steps else "at the first step after that time",
         size=size,
         capacity="" if capacity is None else f", capacity: {exact_size(capacity)}",
-        disks="".join(
-            _DISK.format(name=name, path=json.dumps(path), kept=KEPT)
-            for name, path in zip(names, answers.disks, strict=True)
-        ),
-        far=far,
+        tiers="\n".join(tiers),
+    )
+
+
+def _far(answers: Answers, far: str) -> str:
+    place = ["kind: file", f"path: {json.dumps(far)}"]
+    place.append("shared: true  # all nodes see the same files")
+    if is_address(far):
+        place = ["kind: object  # credentials are found where the AWS command line finds them"]
+        place.append(f"url: {json.dumps(far)}")
+    every = answers.flush_every
+    lost = "" if every == 1 else f": a copy each {_told(every * answers.every)}"
+    return write_tier(
+        "Survives the loss of the machine.",
+        "name: far",
+        *place,
+        f"flush: {{every: {every}}}  # of the saved checkpoints, not steps{lost}",
+        f"retain: {{last: {KEPT}}}",
     )
 
 

@@ -209,7 +209,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 _AS_JSON = "tierfall.as_json"
 _HELP = frozenset(("-h", "--help"))
 GROUPS = {
-    "Start": ("init", "check", "demo", "schema"),
+    "Start": ("init", "plan", "check", "demo", "schema"),
     "Look": ("ls", "show", "latest", "runs", "watch", "diff"),
     "Trust": ("verify", "drain"),
     "Change": ("pin", "unpin", "tag", "untag", "prune", "rm", "forget"),

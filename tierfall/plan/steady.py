@@ -21,17 +21,28 @@ HOST_IMAGES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is saved: bytes of one rank's image, seconds between saves, seconds of a step, ranks, nodes."""
+    """What is saved: bytes of one rank's image, seconds between saves, seconds of a step, ranks, nodes. Images of one
+    node, and of all, together have ``bytes_of_node`` and ``bytes_of_all``; 0: all images are of the same size."""
 
     image_bytes: int
     save_every_s: float
     step_s: float | None = None
     ranks: int = 1
     nodes: int = 1
+    bytes_of_node: int = 0
+    bytes_of_all: int = 0
 
     @property
     def ranks_per_node(self) -> int:
         return -(-self.ranks // self.nodes)
+
+    @property
+    def node_bytes(self) -> int:
+        return self.bytes_of_node or self.image_bytes * self.ranks_per_node
+
+    @property
+    def all_bytes(self) -> int:
+        return self.bytes_of_all or self.image_bytes * self.ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +115,10 @@ def _host(rules: TierRules, chain: Chain, load: Workload) -> SteadyTier:
 
 
 def _stored(rules: TierRules, chain: Chain, load: Workload) -> SteadyTier:
-    size = load.image_bytes * (load.ranks if rules.name in chain.shared else load.ranks_per_node)
+    size = load.all_bytes if rules.name in chain.shared else load.node_bytes
     every_s = load.save_every_s * rules.flush_every
     rate = chain.rates.get(rules.name)
-    copy_s = load.image_bytes * load.ranks_per_node / rate if rate else None
+    copy_s = load.node_bytes / rate if rate else None
     kept, grows, unknown = count_kept(rules, every_s, load.step_s)
     limit = chain.limit_of(rules)
     wanted = math.inf if grows else kept + 1
