@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from tierfall.cli import app
 from tierfall.core.types.values import LossClass
-from tierfall.plan.simulate import WEEK_S, Source, Training, exponential
+from tierfall.plan.answers import Source
+from tierfall.plan.simulate import WEEK_S, Training, exponential
 from tierfall.policies import formulas
 
 GIB, DAY_S = 1 << 30, 86_400.0
@@ -133,7 +134,6 @@ def test_ranks_that_divide_everything_read_each_byte_once(tmp_path: Path) -> Non
         (("--optimizer", "adam8bit"), 8),
         (("--optimizer", "sgd"), 10),
         (("--optimizer", "none"), 2),
-        (("--trainable", "70M"), 2 + 0.01 * 12),
     ],
 )
 def test_bytes_of_a_parameter(words: tuple[str, ...], bytes_each: float) -> None:
@@ -179,7 +179,7 @@ def test_ettr_of_meta_and_a_simulation_of_it(
     training = Training(
         [Source("store", PROCESS, 0, 1, 0)], every_s=every_s, cost_s=write_s, restart_s=restart_s
     )
-    out = training.live(exponential({PROCESS: per_s}, 100 * WEEK_S, 0), 100 * WEEK_S)
+    out = training.live(exponential({PROCESS: per_s}, 100 * WEEK_S), 100 * WEEK_S)
     assert out.goodput == pytest.approx(closed, rel=0.01)
     assert out.trained_s + sum(out.lost_s.values()) == pytest.approx(out.total_s)
 

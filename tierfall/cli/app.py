@@ -266,7 +266,6 @@ _command(
     shard=_option("--shard", None, "What data-parallel ranks divide.", Sharding, default="fsdp"),
     precision=_option("--precision", None, "The dtype of weights.", Precision, default="bf16"),
     optimizer=_option("--optimizer", None, "What has a state.", Optimizer, default="adam"),
-    trainable=_option("--trainable", "N", "Parameters that are trained. [all]", int, _PARAMETERS),
     tier=_option(
         "--tier",
         "TIER",
@@ -297,7 +296,6 @@ _command(
     from_run=_option("--from-run", "DIR", "Take figures from a run's event log.", Path),
     failures=_option("--failures", "N", "Simulate N weeks.", float, _parse_number),
     trace=_option("--trace", "FILE", "Failures as CSV, not random ones.", Path),
-    seed=_option("--seed", "N", "Of random failures.", int, default=0),
     write=_option("--write", "FILE", "Write a commented YAML file.", Path),
     plot=_option("--plot", "FILE", "Draw ETTR and bandwidths as PNG.", Path),
 )

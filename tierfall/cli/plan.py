@@ -4,7 +4,7 @@ is read or written."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,6 @@ from tierfall.plan.layout import (
     Layout,
     Optimizer,
     RankBytes,
-    Term,
     make_layout,
     rank_bytes,
     terms_of,
@@ -43,7 +42,6 @@ from tierfall.plan.simulate import (
     Training,
     exponential,
     read_trace,
-    sources_of,
 )
 
 T = TypeVar("T")
@@ -51,35 +49,24 @@ IMAGES_SHOWN = 6
 RESTART_S, FLOPS = 300.0, 400e12
 
 
-@dataclass(frozen=True, slots=True)
-class Assumed:
-    """A value that nobody gave, as text, and where it is from."""
-
-    what: str
-    value: str
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.value} ({self.source})"
-
-
 @dataclass(slots=True)
 class Asked:
     """The options of the command by name, None if not given; what a run has measured; the policies of a YAML file; and
-    what was assumed."""
+    what was assumed: what nobody gave, its value, and where that is from."""
 
     options: dict[str, Any]
     run: Measured | None = None
     policies: Any = None
-    assumed: list[Assumed] = field(default_factory=list)
+    assumed: list[dict[str, str]] = field(default_factory=list)
 
     def take(
         self, what: str, given: T | None, default: T, shown: Callable[[T], str], source: str
     ) -> T:
         """Return what is given, else the default, and note that."""
-        if given is None:
-            self.assumed.append(Assumed(what, shown(default), source))
-        return default if given is None else given
+        if given is not None:
+            return given
+        self.assumed.append({"what": what, "value": shown(default), "source": source})
+        return default
 
 
 def plan(answer: CommandOutput, **options: Any) -> None:
@@ -100,20 +87,27 @@ def plan(answer: CommandOutput, **options: Any) -> None:
         asked.policies = Policies(path)
     made = make_plan(asked)
     answer.document = to_document(made, asked)
-    answer.show(*_shown(made, asked))
+    answer.show(*_shown(made, asked, answer.document))
     answer.problems += made.faults()
     if asked.run is not None:
         answer.document["changes"] = changes = [*asked.run.changes(made)]
         answer.show("", f"by run {asked.run.name}:", *changes)
     if weeks := given("failures"):
-        out = _simulate(made, weeks * WEEK_S, given("trace"), options["seed"])
+        trace, rates, total_s = given("trace"), made.cluster.failures_per_s, weeks * WEEK_S
+        failures = read_trace(trace) if trace else exponential(rates, total_s)
+        out = Training(
+            made.sources,
+            every_s=made.every_s,
+            cost_s=made.blocking_s,
+            restart_s=made.cluster.restart_s,
+        ).live(failures, total_s)
         names = ("total_s", "goodput", "lost_s", "failures", "restores")
         answer.document["simulation"] = members(out, *names)
         answer.show("", *_shown_outcome(out, made))
     if path := given("write"):
         from tierfall.cli.plan_file import write_plan
 
-        answer.show("", write_plan(made, path, [str(each) for each in asked.assumed]))
+        answer.show("", write_plan(made, path, asked.assumed))
     if path := given("plot"):
         answer.show("", _plot(made, path))
 
@@ -143,7 +137,11 @@ def make_plan(asked: Asked) -> Plan:
     model = Model(name="") if options["model"] is None else find_model(options["model"])
     layout = _layout(asked, model)
     terms = terms_of(options["precision"], options["optimizer"])
-    sizes = _sizes(asked, model, layout, terms)
+    as_mlperf = options["optimizer"] is Optimizer.MLPERF
+    sizes = rank_bytes(model, layout, terms, as_mlperf=as_mlperf)
+    if run is not None and not model.name:
+        images = [run.image_bytes] * layout.ranks
+        sizes = RankBytes(written=images, held=images)
     cluster = _cluster(asked, layout.ranks)
     known = presets(layout.ranks, cluster.link_bytes_per_s)
     of_file = {} if policies is None else policies.tiers(known, cluster)
@@ -154,7 +152,7 @@ def make_plan(asked: Asked) -> Plan:
         if tier.source != GIVEN:
             asked.take(f"tier {tier.name}", None, tier, _told_rates, tier.source)
     of_save = f"{format_duration(SAVE_S)}, and {SLOWDOWN:.0%} of the time of its copies"
-    measured = None if run is None else of_save
+    measured = of_save if run else None
     asked.take("a save costs", measured, of_save, str, "tierfall's own benchmarks")
     tokens = 16_000_000 if model.parameters > 10**11 else 4_000_000
     step_s = asked.take(
@@ -197,26 +195,12 @@ def _layout(asked: Asked, model: Model) -> Layout:
     return make_layout(model, gpus, degrees, options["shard"])
 
 
-def _sizes(asked: Asked, model: Model, layout: Layout, terms: Sequence[Term]) -> RankBytes:
-    if not model.name and asked.run is not None:
-        images = [asked.run.image_bytes] * layout.ranks
-        return RankBytes(written=images, held=images)
-    count = asked.options["trainable"] or model.parameters
-    if count > model.parameters:
-        raise ConfigError(
-            f"--trainable {count:,}: {model.name} has {model.parameters:,} parameters; expected fewer"
-        )
-    as_mlperf = asked.options["optimizer"] is Optimizer.MLPERF
-    trained = count / model.parameters
-    return rank_bytes(model, layout, terms, trained=trained, as_mlperf=as_mlperf)
-
-
 def _cluster(asked: Asked, gpus: int) -> Cluster:
     options, take, dgx = asked.options, asked.take, "DGX H100"
     mtbf = options["mtbf"] or (asked.policies and asked.policies.mtbf)
     mtbf = mtbf or (asked.run and asked.run.mtbf) or {}
     llama = "419 interruptions in 54 days on 16,384 GPUs (Llama 3 405B, Meta 2024)"
-    default_s = LLAMA_MTBF_S * LLAMA_GPUS / gpus
+    default_s = min(LLAMA_MTBF_S * LLAMA_GPUS / gpus, *mtbf.values(), math.inf)
     process_s = take("failure", mtbf.get(LossClass.PROCESS), default_s, _told_every, llama)
     share = f"{OF_HARDWARE:.0%} of failures are by hardware (Llama 3 405B)"
     node_s = min(process_s / OF_HARDWARE, mtbf.get(LossClass.SITE, math.inf))
@@ -244,32 +228,6 @@ def _told_every(seconds: float) -> str:
 def _told_rates(tier: PlanTier) -> str:
     write, read = format_rate(tier.write_bytes_per_s), format_rate(tier.read_bytes_per_s)
     return f"write {write}, read {read}, {'all nodes' if tier.shared else 'each node'}"
-
-
-# The simulation --------------------------------------------------------------------------------------
-
-
-def _simulate(made: Plan, total_s: float, trace: Path | None, seed: int) -> Outcome:
-    rates = made.cluster.failures_per_s
-    failures = read_trace(trace) if trace else exponential(rates, total_s, seed)
-    restart_s = made.cluster.restart_s
-    training = Training(
-        sources_of(made), every_s=made.every_s, cost_s=made.blocking_s, restart_s=restart_s
-    )
-    return training.live(failures, total_s)
-
-
-def _shown_outcome(out: Outcome, made: Plan) -> Iterator[Part]:
-    formula = made.ettr_at(made.every_s)
-    failures = ", ".join(f"{count:,} of a {lost}" for lost, count in out.failures.items())
-    restores = ", ".join(f"{count:,} from {name}" for name, count in out.restores.items())
-    told = format_duration(out.total_s)
-    yield f"simulated {told}: goodput {out.goodput:.2%}, by the formula {formula:.2%}"
-    yield f"failures: {failures or 'none'}; restores: {restores or 'none'}"
-    rows = [
-        (what, format_duration(s), format_share(s / out.total_s)) for what, s in out.lost_s.items()
-    ]
-    yield table(("LOST TIME", "TIME", "SHARE"), rows, ("TIME", "SHARE"))
 
 
 # What is printed -------------------------------------------------------------------------------------
@@ -300,107 +258,131 @@ def to_document(made: Plan, asked: Asked) -> dict[str, Any]:
         "lost": made.shares_at(made.every_s),
         "tiers": made.tier_answers,
         "restore_s": made.restore_s,
-        "survives": {str(lost): left and members(left) for lost, left in made.recoveries.items()},
+        "survives": {
+            str(lost): left
+            and {
+                "tier": left.name,
+                "durable_s": left.durable_s,
+                "saves": left.saves,
+                "restore_s": left.restore_after(lost),
+            }
+            for lost, left in made.recoveries.items()
+        },
         "peer_recovery_probability": [
             {"lost_nodes": lost, "probability": chance} for lost, chance in made.peer_chances
         ],
         "bottlenecks": [*made.bottlenecks()],
-        "assumed": [members(each) for each in asked.assumed],
+        "assumed": asked.assumed,
     }
 
 
-def _shown(made: Plan, asked: Asked) -> Iterator[Part]:
-    yield from _shown_sizes(made, asked)
-    yield from _shown_cadence(made)
-    yield from _shown_tiers(made)
-    yield from ("", "bottlenecks:", *(f"  {text}" for text in made.bottlenecks()))
-    if asked.assumed:
-        rows = [(each.what, each.value, each.source) for each in asked.assumed]
-        yield from ("", table(("ASSUMED", "VALUE", "SOURCE"), rows))
+Column = tuple[str, str, Callable[[Any], str] | None]
+TABLES: Mapping[str, tuple[Column, ...]] = {
+    "bytes_per_parameter": (
+        ("OF A PARAMETER", "what", None),
+        ("BYTES", "bytes", str),
+        ("WHY", "reason", None),
+    ),
+    "writers": (
+        ("WRITTEN", "part", None),
+        ("RANKS", "ranks", "{:,}".format),
+        ("EACH AT MOST", "bytes_max", format_size),
+        ("TOGETHER", "bytes", format_size),
+        ("WHY", "why", None),
+    ),
+    "cadences": (
+        ("INTERVAL", "name", None),
+        ("EVERY", "every_s", format_duration),
+        ("ETTR", "ettr", "{:.2%}".format),
+        ("WHY", "why", None),
+    ),
+    "tiers": (
+        ("TIER", "name", None),
+        ("EVERY", "every_s", format_duration),
+        ("COPY", "copy_s", format_duration),
+        ("DURABLE", "durable_s", format_duration),
+        ("NEEDED", "required_bytes_per_s", format_rate),
+        ("AVAILABLE", "available_bytes_per_s", format_rate),
+        ("HOLDS", "capacity_bytes", format_size),
+        ("RESTORE", "restore_s", format_duration),
+        ("LIMITED BY", "limited_by", None),
+    ),
+    "assumed": (("ASSUMED", "what", None), ("VALUE", "value", None), ("SOURCE", "source", None)),
+}
+"""Lists of the document as tables: the names of columns, their members, and the format of those on the right."""
 
 
-def _shown_sizes(made: Plan, asked: Asked) -> Iterator[Part]:
-    count, total = made.model.parameters, made.checkpoint_bytes
-    of = (
-        f"{made.model.name}, {count:,} parameters"
-        if count
-        else f"run {asked.run and asked.run.name}"
-    )
-    each = f", {total / count:.3g} bytes of each" if count else ""
+def _listed(document: Mapping[str, Any], key: str) -> Part:
+    columns = TABLES[key]
+    rows = [
+        [cell(each[member], shown or str) for _, member, shown in columns] for each in document[key]
+    ]
+    right = [name for name, _, shown in columns if shown]
+    return table([name for name, _, _ in columns], rows, right)
+
+
+def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Part]:
+    count, total, every_s = made.model.parameters, made.checkpoint_bytes, made.every_s
+    sized = f"a checkpoint of {format_size(total)} ({total / 1e12:.4g} TB"
+    if count:
+        yield f"{made.model.name}, {count:,} parameters: {sized}, {total / count:.3g} bytes of each)"
+    else:
+        yield f"run {asked.run and asked.run.name}: {sized})"
     nodes = counted(made.cluster.nodes, "node", "nodes")
-    yield f"{of}: a checkpoint of {format_size(total)} ({total / 1e12:.4g} TB{each})"
     yield f"{counted(made.cluster.gpus, 'GPU', 'GPUs')} in {nodes}: {made.layout}"
     if count:
-        terms = [(term.what, str(term.bytes), term.reason) for term in made.terms]
-        yield from ("", table(("OF A PARAMETER", "BYTES", "WHY"), terms, ("BYTES",)))
-        right = ("RANKS", "EACH AT MOST", "TOGETHER")
-        parts = [
-            (p.part, f"{p.ranks:,}", format_size(p.bytes_max), format_size(p.bytes), p.why)
-            for p in made.sizes.parts
-        ]
-        yield from ("", table(("WRITTEN", *right, "WHY"), parts, right))
+        yield from ("", _listed(document, "bytes_per_parameter"), "", _listed(document, "writers"))
     images = [f"{n:,} of {format_size(size)}" for size, n in made.sizes.counts]
     more = f" and {len(images) - IMAGES_SHOWN} other sizes" if len(images) > IMAGES_SHOWN else ""
     others = f" and {format_size(made.kept_for_peers)} of other nodes" if made.peers else ""
-    yield f"images: {', '.join(images[:IMAGES_SHOWN])}{more}; a node writes {format_size(made.node_bytes)} at most"
     kept = f"{counted(made.images, 'image', 'images')} of each rank{others}"
-    yield f"memory of a node: {kept}: {format_size(made.host_bytes)}"
-
-
-def _shown_cadence(made: Plan) -> Iterator[Part]:
-    every_s = made.every_s
     held_s, cost_s = made.held_s(every_s), made.blocking_s
-    yield ""
     every = f"{format_duration(every_s)} ({made.steps:,} x {format_duration(made.step_s)})"
-    yield f"a save every {every} lengthens training by {format_duration(cost_s)}:"
-    yield (
-        f"it is held for {format_duration(held_s)}, and steps beside copies take {format_duration(cost_s - held_s)} "
-        "longer"
-    )
-    rows = [
-        (each.name, format_duration(each.every_s), f"{each.ettr:.2%}", each.why)
-        for each in made.cadences
-    ]
-    yield table(("INTERVAL", "EVERY", "ETTR", "WHY"), rows, ("EVERY", "ETTR"))
-
-
-def _shown_tiers(made: Plan) -> Iterator[Part]:
-    right = ("EVERY", "COPY", "DURABLE", "NEEDED", "AVAILABLE", "HOLDS", "RESTORE")
-    rows = [
-        (
-            one["name"],
-            format_duration(made.every_s * one["flush_every"]),
-            *(format_duration(one[name]) for name in ("copy_s", "durable_s")),
-            *(format_rate(one[f"{name}_bytes_per_s"]) for name in ("required", "available")),
-            cell(one["capacity_bytes"], format_size),
-            format_duration(one["restore_s"]),
-            one["limited_by"],
-        )
-        for one in made.tier_answers
-    ]
-    yield from ("", table(("TIER", *right, "LIMITED BY"), rows, right))
     times = {name: format_duration(seconds) for name, seconds in made.restore_s.items()}
-    yield (
+    yield from (
+        f"images: {', '.join(images[:IMAGES_SHOWN])}{more}; a node writes {format_size(made.node_bytes)} at most",
+        f"memory of a node: {kept}: {format_size(made.host_bytes)}",
+        "",
+        f"a save every {every} lengthens training by {format_duration(cost_s)}:",
+        f"it is held for {format_duration(held_s)}, and steps beside copies take {format_duration(cost_s - held_s)} "
+        "longer",
+        _listed(document, "cadences"),
+        "",
+        _listed(document, "tiers"),
         f"a restore from {made.tiers[-1].name}: {times['per_rank']} if each rank reads all that it holds, "
-        f"{times['read_once']} if each byte is read once"
+        f"{times['read_once']} if each byte is read once",
+        f"a restore after the loss of one node: {times['hierarchical']}, if each node reads the fastest tier that it "
+        "has left",
+        "",
     )
-    alone = "if each node reads the fastest tier that it has left"
-    yield f"a restore after the loss of one node: {times['hierarchical']}, {alone}"
-    mtbf, every_s = made.cluster.mtbf_s, made.every_s
     losses = [
-        (str(lost), cell(mtbf.get(lost), format_duration), "nothing", "", "")
-        if left is None
-        else (
+        (
             str(lost),
-            cell(mtbf.get(lost), format_duration),
-            left.tier,
-            format_duration(left.durable_s + every_s * left.saves / 2),
-            format_duration(left.restore_s),
+            cell(made.cluster.mtbf_s.get(lost), format_duration),
+            left.name if left else "nothing",
+            format_duration(left.durable_s + every_s * left.saves / 2) if left else "",
+            format_duration(left.restore_after(lost)) if left else "",
         )
         for lost, left in made.recoveries.items()
     ]
     names = ("LOSS OF", "COMES EVERY", "LEFT ON", "WORK AGAIN", "RESTORE")
-    yield from ("", table(names, losses, names[1:2] + names[3:]))
+    yield table(names, losses, names[1:2] + names[3:])
     if made.peer_chances:
         told = ", ".join(f"{lost} {chance:.3%}" for lost, chance in made.peer_chances)
         yield f"memory has every image after the loss of so many nodes at once: {told}"
+    yield from ("", "bottlenecks:", *(f"  {text}" for text in document["bottlenecks"]))
+    if asked.assumed:
+        yield from ("", _listed(document, "assumed"))
+
+
+def _shown_outcome(out: Outcome, made: Plan) -> Iterator[Part]:
+    formula = made.ettr_at(made.every_s)
+    failures = ", ".join(f"{count:,} of a {lost}" for lost, count in out.failures.items())
+    restores = ", ".join(f"{count:,} from {name}" for name, count in out.restores.items())
+    told = format_duration(out.total_s)
+    yield f"simulated {told}: goodput {out.goodput:.2%}, by the formula {formula:.2%}"
+    yield f"failures: {failures or 'none'}; restores: {restores or 'none'}"
+    rows = [
+        (what, format_duration(s), format_share(s / out.total_s)) for what, s in out.lost_s.items()
+    ]
+    yield table(("LOST TIME", "TIME", "SHARE"), rows, ("TIME", "SHARE"))

@@ -72,13 +72,13 @@ class Policies:
         return found
 
 
-def write_plan(plan: Plan, path: Path, assumed: Iterable[str]) -> str:
+def write_plan(plan: Plan, path: Path, assumed: Iterable[Mapping[str, str]]) -> str:
     """Write a commented file with the chain of a plan; return what to tell. Raises ConfigError."""
     if path.exists():
         raise ConfigError(f"--write: {path} exists; name another file, or remove it")
     room = exact_size(plan.images * plan.image_bytes * 11 // 10)
     notes = [f"Planned for {plan.model.name}, {plan.layout}, on {plan.cluster.nodes} nodes."]
-    notes += [f"Assumed: {each}" for each in assumed]
+    notes += [f"Assumed: {each['what']}: {each['value']} ({each['source']})" for each in assumed]
     text = TEMPLATE.format(
         notes="".join(f"# {note}\n" for note in notes),
         run=json.dumps(plan.model.name or "run"),

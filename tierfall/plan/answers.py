@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import (
@@ -54,15 +54,19 @@ class Cadence:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """What one loss leaves: the fastest tier that survives it. It has a copy ``durable_s`` after its save, of every
-    ``saves``-th save."""
+class Source(NamedTuple):
+    """A tier that a restore may read: it gets one of ``saves`` checkpoints, ``durable_s`` after its save. ``alone_s``:
+    a restore after the loss of one node (None: as any)."""
 
-    tier: str
+    name: str
+    survives: LossClass
     durable_s: float
     saves: int
     restore_s: float
+    alone_s: float | None = None
+
+    def restore_after(self, lost: LossClass) -> float:
+        return self.alone_s if lost is LossClass.NODE and self.alone_s else self.restore_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,38 +230,61 @@ class Plan:
         return next((tier for tier in self.tiers if tier.rules.survives.covers(lost)), None)
 
     @cached_property
-    def recoveries(self) -> dict[LossClass, Recovery | None]:
-        """What each loss leaves; None: nothing survives it."""
-        found: dict[LossClass, Recovery | None] = dict.fromkeys(LOSS_CLASSES)
-        for lost in (LossClass.NODE, LossClass.SITE):
-            if (tier := self.surviving(lost)) is not None:
-                seconds, every = self.restore_from_s(tier), tier.rules.flush_every
-                if lost is LossClass.NODE:
-                    seconds = self.restore_s["hierarchical"]
-                found[lost] = Recovery(tier.name, self.durable_s(tier), every, seconds)
-        host = Recovery("host", self.capture_s, 1, self.restore_from_s(None))
-        return {**found, LossClass.PROCESS: host}
+    def sources(self) -> tuple[Source, ...]:
+        """What a restore may read: host memory, and each tier."""
+        host = Source("host", LossClass.PROCESS, self.capture_s, 1, self.restore_from_s(None))
+        after_node = self.surviving(LossClass.NODE)
+        return (
+            host,
+            *(
+                Source(
+                    tier.name,
+                    tier.rules.survives,
+                    self.durable_s(tier),
+                    tier.rules.flush_every,
+                    self.restore_from_s(tier),
+                    self.restore_s["hierarchical"] if tier is after_node else None,
+                )
+                for tier in self.tiers
+            ),
+        )
 
     @cached_property
-    def _failures(self) -> list[tuple[float, Recovery]]:
-        """The rate of each loss that leaves something."""
+    def recoveries(self) -> dict[LossClass, Source | None]:
+        """The fastest that each loss leaves; None: nothing survives it."""
+        return {
+            lost: next((each for each in self.sources if each.survives.covers(lost)), None)
+            for lost in LOSS_CLASSES
+        }
+
+    @cached_property
+    def _failures(self) -> list[tuple[float, Source, float]]:
+        """Of each loss that leaves something its rate, what it leaves, and how long that restore takes."""
         rates = self.cluster.failures_per_s
-        return [(rates[lost], made) for lost, made in self.recoveries.items() if made is not None]
+        return [
+            (rates[lost], left, left.restore_after(lost))
+            for lost, left in self.recoveries.items()
+            if left is not None
+        ]
 
     def ettr_at(self, every_s: float) -> float:
         """Return the effective training time ratio with an interval."""
-        losses = []
-        for rate, made in self._failures:
-            lost_s = formulas.wasted_s(made.durable_s, every_s * made.saves, made.restore_s)
-            losses.append((rate, self.cluster.restart_s + lost_s))
+        losses = [
+            (
+                rate,
+                self.cluster.restart_s
+                + formulas.wasted_s(left.durable_s, every_s * left.saves, restore_s),
+            )
+            for rate, left, restore_s in self._failures
+        ]
         return formulas.ettr(self.cost_s(every_s), every_s, losses)
 
     def shares_at(self, every_s: float) -> dict[str, float]:
         """Return the shares of all time that are no training, by what takes them."""
         trained = 1 / (1 + self.cost_s(every_s) / every_s)
-        again = sum(r * (m.durable_s + every_s * m.saves / 2) for r, m in self._failures)
-        restarts = sum(rate for rate, _ in self._failures) * self.cluster.restart_s
-        restores = sum(rate * made.restore_s for rate, made in self._failures)
+        again = sum(rate * (m.durable_s + every_s * m.saves / 2) for rate, m, _ in self._failures)
+        restarts = sum(rate for rate, _, _ in self._failures) * self.cluster.restart_s
+        restores = sum(rate * restore_s for rate, _, restore_s in self._failures)
         times = (trained * again, trained * restarts, trained * restores)
         return dict(zip(HELPS, (1 - trained, *times), strict=True))
 
@@ -284,8 +311,8 @@ class Plan:
     def _best_s(self) -> float:
         """The interval of the best ETTR, whether or not every tier keeps up with it."""
         restart_s = self.cluster.restart_s
-        fixed = sum(r * (restart_s + m.durable_s + m.restore_s) for r, m in self._failures)
-        rate = sum(rate * made.saves for rate, made in self._failures)
+        fixed = sum(r * (restart_s + m.durable_s + s) for r, m, s in self._failures)
+        rate = sum(rate * left.saves for rate, left, _ in self._failures)
         if not rate:  # no failure leaves anything
             return self.cluster.mtbf_s[LossClass.PROCESS]
         return formulas.best_ettr_s(self._cost_s, min(fixed, 1.0), rate)
@@ -383,6 +410,7 @@ class Plan:
             "kind": str(tier.kind if tier else TierKind.HOST),
             "survives": str(tier.rules.survives if tier else LossClass.PROCESS),
             "flush_every": tier.rules.flush_every if tier else 1,
+            "every_s": steady.every_s,
             "required_bytes_per_s": copied / steady.every_s,
             "available_bytes_per_s": copied / copy_s,
             "copy_s": copy_s,

@@ -98,8 +98,8 @@ def parse_mtbf(text: str) -> dict[LossClass, float]:
 
 
 def check_mtbf(found: Mapping[LossClass, float]) -> dict[LossClass, float]:
-    """Return the failures of a job by class; those that end the process are the most frequent. Raises ConfigError if a
-    time is 0, or a class that includes another one is more frequent."""
+    """Return the failures of a job by class. Raises ConfigError if a time is 0, or a class that includes another one is
+    more frequent."""
     times = [found[lost] for lost in LOSS_CLASSES if lost in found]
     if not min(times) > 0 or times != sorted(times):
         told = ", ".join(f"{lost} every {format_period(s)}" for lost, s in found.items())
@@ -107,7 +107,7 @@ def check_mtbf(found: Mapping[LossClass, float]) -> dict[LossClass, float]:
             f"{told}: impossible: a more severe loss includes a less severe one, and cannot come more often; expected "
             "process at most node, node at most site, and each above 0"
         )
-    return {LossClass.PROCESS: times[0], **found}
+    return dict(found)
 
 
 # Tiers -----------------------------------------------------------------------------------------------

@@ -47,8 +47,7 @@ class Optimizer(StrEnum):
 
 
 def terms_of(precision: Precision, optimizer: Optimizer) -> tuple[Term, ...]:
-    """Return what a checkpoint has of each parameter that is trained: the weights, and the optimizer's. Gradients are
-    not saved."""
+    """Return what a checkpoint has of each parameter: the weights, and the optimizer's. Gradients are not saved."""
     width = 4 if precision is Precision.FP32 else 2
     weights = Term("weights", width, f"a parameter in {precision.partition('-')[0]}")
     if optimizer is Optimizer.NONE:
@@ -189,14 +188,12 @@ def rank_bytes(
     layout: Layout,
     terms: Sequence[Term],
     *,
-    trained: float = 1.0,
     as_mlperf: bool = False,
 ) -> RankBytes:
-    """Return what each rank writes and holds. ``trained`` is the share of the parameters that the optimizer steps: of
-    others the weights alone are saved. Each of the ranks that hold the same writes an equal part of it, as tierfall
-    does. ``as_mlperf``: the first of them writes all that it holds, and the optimizer is counted by MLPerf Storage's
-    formula."""
-    width, states = terms[0].bytes, trained * sum(term.bytes for term in terms[1:])
+    """Return what each rank writes and holds. Each of the ranks that hold the same writes an equal part of it, as
+    tierfall does. ``as_mlperf``: the first of them writes all that it holds, and the optimizer is counted by MLPerf
+    Storage's formula."""
+    width, states = terms[0].bytes, sum(term.bytes for term in terms[1:])
     weights: list[int] = []
     optimizer: list[int] = []
     held: list[int] = []

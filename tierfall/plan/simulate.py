@@ -14,27 +14,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import hint_at
 from tierfall.core.types.units import format_duration, parse_duration
 from tierfall.core.types.values import LOSS_CLASSES, LossClass
-from tierfall.plan.answers import Plan
+from tierfall.plan.answers import Source
 
 WEEK_S = 7 * 86_400.0
 FAILURES_MAX = 1_000_000
 Failure = tuple[float, LossClass]
-
-
-class Source(NamedTuple):
-    """A tier that a restore may read: it gets one of ``saves`` checkpoints, ``durable_s`` after its save."""
-
-    name: str
-    survives: LossClass
-    durable_s: float
-    saves: int
-    restore_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,19 +40,6 @@ class Outcome:
     @property
     def goodput(self) -> float:
         return self.trained_s / self.total_s
-
-
-def sources_of(plan: Plan) -> list[Source]:
-    """Return what a restore of a plan may read: host memory, and each tier."""
-    found = [Source("host", LossClass.PROCESS, plan.capture_s, 1, plan.restore_from_s(None))]
-    for tier in plan.tiers:
-        of_node = tier is plan.surviving(LossClass.NODE)
-        seconds = plan.restore_s["hierarchical"] if of_node else plan.restore_from_s(tier)
-        rules = tier.rules
-        found.append(
-            Source(tier.name, rules.survives, plan.durable_s(tier), rules.flush_every, seconds)
-        )
-    return found
 
 
 class Training:
@@ -118,7 +94,7 @@ class Training:
             if not source.survives.covers(lost):
                 self._held[source.name] = 0.0
             elif self._held[source.name] > position_s:
-                position_s, seconds = self._held[source.name], source.restore_s
+                position_s, seconds = self._held[source.name], source.restore_after(lost)
                 name = source.name
         out.failures[lost] += 1
         out.restores[name] += 1
@@ -127,20 +103,20 @@ class Training:
         return seconds
 
 
-def exponential(rates: Mapping[LossClass, float], total_s: float, seed: int) -> Iterator[Failure]:
-    """Return failures that come independently of each other, by the rate of each class, in their order. Raises
-    ConfigError if they are too many."""
+def exponential(rates: Mapping[LossClass, float], total_s: float) -> Iterator[Failure]:
+    """Return failures that come independently of each other, by the rate of each class, in their order; the same at
+    each call. Raises ConfigError if they are too many."""
     if (expected := sum(rates.values()) * total_s) > FAILURES_MAX:
         raise ConfigError(
             f"{expected:.2g} failures are too many to simulate; expected {FAILURES_MAX:,} at most: fewer weeks"
         )
-    return heapq.merge(*(_of_class(lost, rate, total_s, seed) for lost, rate in rates.items()))
 
+    def of_class(lost: LossClass, rate: float) -> Iterator[Failure]:
+        chance, at_s = random.Random(f"0 {lost}"), 0.0
+        while rate and (at_s := at_s + chance.expovariate(rate)) < total_s:
+            yield at_s, lost
 
-def _of_class(lost: LossClass, rate: float, total_s: float, seed: int) -> Iterator[Failure]:
-    chance, at_s = random.Random(f"{seed} {lost}"), 0.0
-    while rate and (at_s := at_s + chance.expovariate(rate)) < total_s:
-        yield at_s, lost
+    return heapq.merge(*(of_class(lost, rate) for lost, rate in rates.items()))
 
 
 def read_trace(path: Path) -> list[Failure]:
