@@ -216,17 +216,16 @@ class PulledReader(CheckpointReader):
         return self._kept(chunk, source, self._pull_along(chunk, source, digest))
 
     def _pull_along(self, chunk: Chunk, source: int, digest: str) -> LoadedChunk:
-        """Pull a chunk from the node before this one; from its ``source``, if that one cannot get it."""
+        """Pull a chunk from the node before this one; from its ``source``, if that one sends nothing. If it says that
+        it cannot get the chunk, nor does this one ask: else each node would wait for a silent source, one after the
+        other."""
         assert self._network is not None
         item, topology = self._items.get(chunk), self.ranks.topology
         if item is not None and source == item.owner and source not in topology.local_ranks:
             previous = assign.previous_of(chunk, item, self._groups, topology)
             if previous != source:
-                try:
+                with suppress(NothingCameError):
                     return self._network.pull(previous, chunk, source, digest)
-                except PASSABLE as error:
-                    if is_damage(error):
-                        raise
         return self._network.pull(source, chunk, source, digest)
 
     def _load_here(self, chunk: Chunk) -> LoadedChunk:

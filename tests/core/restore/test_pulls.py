@@ -13,7 +13,7 @@ from pulls_help import Job, part
 from restore_help import DictImage, flip, start_of
 from several_help import network, on_all
 
-from tierfall.core.ranks.wire import Connection
+from tierfall.core.ranks.wire import Connection, WireError
 from tierfall.core.restore import pulls
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError, UnreachableError
@@ -258,6 +258,31 @@ def test_a_node_that_passes_nothing_on_is_passed_over(job: Job) -> None:
     assert hold(job, 5)
     data = data_bytes(job, 5)
     assert [peer.read() // data for peer in job.peers] == [1, 1, 0, 0]
+
+
+def test_a_source_that_sends_nothing_is_waited_for_by_the_next_node_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 alone has a fast copy; all others see one on the store. No node waits after another one has."""
+    asked: list[int] = []
+    load = pulls.PullNetwork._load
+
+    def fail(self: Any, connection: Any, chunk: Any, source: int, head: Any) -> Any:
+        if self._topology.rank == source == 0 and chunk[1]:
+            asked.append(chunk[1])
+            raise WireError("it sends nothing")
+        return load(self, connection, chunk, source, head)
+
+    monkeypatch.setattr(pulls.PullNetwork, "_load", fail)
+    with network("abcdefgh") as joined:
+        job = Job.of(joined)
+        made = part(5, 0, 1, whole())
+        for peer in job.peers:
+            peer.put("store" if peer.ranks.shard.rank else "nvme", made)
+        want_all(job)
+        assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+        assert hold(job, 5)
+    assert len(asked) == len(set(asked)), "by one node"
 
 
 def test_ranks_of_one_node_open_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
