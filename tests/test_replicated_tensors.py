@@ -220,6 +220,29 @@ def test_ranks_write_equally_many_bytes_of_a_state_with_one_large_tensor(
         assert torch.equal(exported.get_tensor("model.weight"), expected["model"].weight)
 
 
+def test_a_divided_tensor_that_gets_gaps_in_memory_is_saved_on(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    """And NaN in a part of one is noted, by the tensor's name."""
+    states = [{"w": nn.Parameter(torch.ones(3000, 100))} for _ in ranks]
+    opened = open_all(tmp_path, ranks, chunk="64KiB")
+    save_whole(opened, 1, states)
+    for state in states:
+        state["w"].data = torch.ones(3000, 200)[:, :100]
+    save_whole(opened, 2, states)
+    for state in states:
+        state["w"].data = torch.full((3000, 100), float("nan"))
+    save_whole(opened, 3, states)
+    assert [info.not_finite for info in opened[0].checkpoints()] == [(), (), ("w",)]
+    fresh = [{"w": nn.Parameter(torch.zeros(3000, 100))} for _ in ranks]
+    close_all(opened)
+    with network(["a"] * 3) as again:
+        opened = open_all(tmp_path, again)
+        assert [report.step for report in restore_all(opened, fresh)] == [2] * 3
+        close_all(opened)
+    assert all(torch.equal(state["w"], torch.ones(3000, 100)) for state in fresh)
+
+
 # Replicas that become different after their writers were assigned -----------------------------------
 
 

@@ -36,11 +36,11 @@ class FiniteSample:
         }
         by_dtype: dict[torch.dtype, list[Placement]] = {}
         for placed in layout.placements:
-            dtype = view.dtypes[placed.index]
-            if placed.name in trained and dtype.is_floating_point and dtype.itemsize > 1:
+            name, dtype = view.names[placed.index], view.dtypes[placed.index]
+            if name in trained and dtype.is_floating_point and dtype.itemsize > 1:
                 by_dtype.setdefault(dtype, []).append(placed)
         self._samples = [
-            (dtype, [each.name for each in placed], _plan(placed))
+            (dtype, [view.names[each.index] for each in placed], _plan(placed))
             for dtype, placed in by_dtype.items()
         ]
 

@@ -88,7 +88,7 @@ def walk_state(
     walk.finish()
     table = walk.table
     rows = table.finish()
-    kinds = (rows.names, rows.dtypes, rows.shapes, rows.block_positions, rows.strides)
+    kinds = (rows.names, rows.dtypes, rows.shapes, rows.block_positions, rows.plain, rows.strides)
     return StateView(
         **rows._asdict(),
         sources=table.tensors,

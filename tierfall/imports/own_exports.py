@@ -94,7 +94,7 @@ def _view(header: ImageHeader, data: torch.Tensor, find: Find, entry: str | None
     """Return the state of an image whose tensors are in ``data``, or found; a single entry is named ``entry``."""
     places = _value(header, PLACES) or []
     tops = {k: node for k, node in header.tree.entries if k not in (PLACES, WRITTEN_WITH)}
-    others = [position for position, t in enumerate(header.tensors) if t.written_by is not None]
+    others = [position for position, t in enumerate(header.tensors) if t.writers]
     if not isinstance(places, list) or len(places) != len(others):
         raise _damaged(header.what, "its table of tensors")
     place_of = dict(zip(others, places, strict=True))
