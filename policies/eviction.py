@@ -90,7 +90,7 @@ def _reason_to_evict(
     if tier.kind is TierKind.HOST:
         leased = checkpoint.copies[tier.name].leased
         return None if leased else reason_to_leave_memory(view, checkpoint, tier, held)
-    if reason_to_keep(view, checkpoint, tier, gone) is not None:
+    if reason_to_keep(view, checkpoint, tier, gone, for_room=True) is not None:
         return None
     return f"room is needed and {why}"
 

@@ -141,9 +141,11 @@ def _newest_surviving(view: View, lost: LossClass) -> tuple[CheckpointView, Tier
     def fastest(checkpoint: CheckpointView) -> TierRules | None:
         return next((tier for tier in tiers if checkpoint.readable_on(tier.name)), None)
 
+    passed = list[CheckpointView]()
     for checkpoint in view.live:
-        tier = fastest(checkpoint)
-        older = view.live if tier and checkpoint.not_finite else ()
-        if tier and not any(may_replace(c, checkpoint) for c in older if fastest(c)):
-            return checkpoint, tier
+        if tier := fastest(checkpoint):
+            passed.append(checkpoint)
+            older = view.live if checkpoint.not_finite else ()
+            if not any(may_replace(c, *passed) for c in older if fastest(c)):
+                return checkpoint, tier
     return None

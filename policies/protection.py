@@ -10,17 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from tierfall.core.types.lineage import gone_bad
+from tierfall.core.types.lineage import gone_bad, may_replace
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import CheckpointView, TierRules, View
 
 
 def reason_to_keep(
-    view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
+    view: View,
+    checkpoint: CheckpointView,
+    tier: TierRules,
+    gone: Set[CheckpointId],
+    *,
+    for_room: bool = False,
 ) -> str | None:
     """Return why this copy must be kept; None if it may be deleted. ``gone``: checkpoints that are to be deleted from
-    this tier already."""
+    this tier already. ``for_room``: else a newer one finds no room."""
     copy = checkpoint.copies[tier.name]
     if checkpoint.pinned:
         return "pinned"
@@ -34,8 +39,8 @@ def reason_to_keep(
         return f"the only source of the copy that {', '.join(owed)} is still owed"
     if reason := reason_to_keep_start(view, checkpoint, tier):
         return reason
-    if lost := newest_of(view, checkpoint, tier, gone):
-        newer = filter(None, (gone_bad(other, checkpoint) for other in view.live))
+    if lost := newest_of(view, checkpoint, tier, gone, for_room=for_room):
+        newer = (gone_bad(c, checkpoint) for c in view.live if may_replace(checkpoint, c))
         without = (
             f" without NaN or Inf in {format_some(sorted(bad))}"
             if (bad := next(newer, None))
@@ -68,7 +73,12 @@ def counting(view: View, tier: TierRules) -> Iterator[TierRules]:
 
 
 def newest_of(
-    view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
+    view: View,
+    checkpoint: CheckpointView,
+    tier: TierRules,
+    gone: Set[CheckpointId],
+    *,
+    for_room: bool = False,
 ) -> LossClass | None:
     """Return the loss class whose newest surviving live checkpoint this copy is, if any; newer copies that are not
     verified do not count. The last abandoned one is kept while no live one survives that loss.
@@ -79,7 +89,9 @@ def newest_of(
         if not tier.survives.covers(lost):
             continue
         if checkpoint.live:
-            safe = _survives_newer(view, lost, above=checkpoint, without=tier, gone=gone)
+            safe = _survives_newer(
+                view, lost, above=checkpoint, without=tier, gone=gone, for_room=for_room
+            )
         else:
             tiers = surviving(view, lost, tier)
             others = any(other.id not in gone for other in view.restorable_on(tiers))
@@ -101,19 +113,21 @@ def _survives_newer(
     above: CheckpointView,
     without: TierRules,
     gone: Set[CheckpointId],
+    for_room: bool,
 ) -> bool:
-    """Return whether a live checkpoint of that step or newer survives that loss by another copy. An older one does for
-    one with NaN that is left behind."""
+    """Return whether a live checkpoint of that step or newer survives that loss by another copy. An older one that a
+    restart would go back to does as well for one with NaN that is left behind, or if room is needed; and then does one
+    with NaN that this start has continued from."""
     is_left = _is_being_abandoned(view, above)
     tiers = surviving(view, lost, without)
     for other in view.restorable_on(tiers):  # usually one of the newest decides
-        if other.id < above.id and not is_left:
+        if other.id < above.id and not (is_left or for_room):
             return False
-        if other.id < above.id and not gone_bad(above, other):
+        if other.id < above.id and not may_replace(other, above):
             continue
         if not is_left and _is_being_abandoned(view, other):
             continue
-        if gone_bad(other, above):
+        if may_replace(above, other) and not (for_room and other.id == view.restored_from):
             continue
         stays = other.id != above.id and other.id not in gone
         if any(view.is_safe(other, tier) for tier in tiers if stays or tier != without.name):
@@ -142,7 +156,7 @@ def newest_on_its_way(view: View, checkpoint: CheckpointView) -> LossClass | Non
         if _reaches(view, checkpoint, lost) and not any(
             other.id > checkpoint.id
             and _reaches(view, other, lost)
-            and not gone_bad(other, checkpoint)
+            and not may_replace(checkpoint, other)
             for other in view.live
         ):
             return lost

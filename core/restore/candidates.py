@@ -72,7 +72,7 @@ def without_bad(
     left, passed = list(candidates), list[KnownCheckpoint]()
     while left and request.step is None:
         good = [c for c in left[1:] if any(copy.damage is None for copy in c.copies.values())]
-        if not any(may_replace(older, left[0]) for older in good):
+        if not any(may_replace(older, *passed, left[0]) for older in good):
             break
         passed.append(left.pop(0))
     if request.without or not left:  # it was reported

@@ -151,9 +151,10 @@ def gone_bad(checkpoint: Noted, older: Noted) -> frozenset[str]:
     return checkpoint.not_finite - older.not_finite if older.id < checkpoint.id else frozenset()
 
 
-def may_replace(older: Noted, checkpoint: Noted) -> bool:
-    """Whether a restore goes back to an ``older`` checkpoint because of what has ``gone_bad`` since. It does not go
-    behind the one that the training continued from: who continued from that has accepted what was in it."""
-    start = checkpoint.started_from
-    is_behind = start is not None and older.id.step < start.step
-    return bool(gone_bad(checkpoint, older)) and not is_behind
+def may_replace(older: Noted, *passed: Noted) -> bool:
+    """Whether a restore goes back to an ``older`` checkpoint because of what has ``gone_bad`` since in all that it
+    ``passed`` over. It does not go behind the one that a training continued from: who continued from that has accepted
+    what was in it."""
+    starts = (each.started_from for each in passed)
+    is_behind = any(start is not None and older.id.step < start.step for start in starts)
+    return not is_behind and all(gone_bad(each, older) for each in passed)

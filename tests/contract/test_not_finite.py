@@ -105,6 +105,18 @@ def test_a_tier_with_room_for_two_takes_each_start_that_goes_bad_again(place: Pl
     assert restored(place).step == 1
 
 
+def test_a_tier_with_room_for_two_takes_each_save_of_a_training_that_goes_on_with_nan(
+    place: Place,
+) -> None:
+    place.config()
+    (info,) = save(place, 1)
+    place.config(disk={"capacity": int(2.5 * info.bytes)})
+    save(place, 2, 3, 4, bad=(2, 3, 4))  # a copy that finds no room raises
+    assert restored(place).step == 1
+    save(place, 5, 6, restore={"step": 4})
+    assert restored(place).step == 6, "step 4 was accepted"
+
+
 class Masked(nn.Module):
     """A mask of -inf, a history and a buffer that nobody has written, a frozen table and quantized weights."""
 
@@ -161,6 +173,8 @@ def test_what_every_step_has_and_what_a_person_went_on_from_is_no_reason_to_go_b
     assert restored(place).step == 2
     save(place, 5, restore={"step": 4})
     assert restored(place).step == 5, "whoever went on from step 4 has accepted it"
+    save(place, 6, restore={"step": 4}, metrics={"loss": NAN})
+    assert restored(place).step == 4, "what has gone bad since leads back there, and no further"
 
 
 def test_the_third_restore_of_a_step_is_reported_with_the_way_back(place: Place, log: Log) -> None:
