@@ -61,7 +61,7 @@ FOLDERS = (
 
 LINES = {
     ("core/types",): 1_988,
-    ("core/format",): 1_354,
+    ("core/format",): 1_355,
     ("core/state", "core/tensors"): 3_597,
     ("core/image",): 2_513,
     ("core/runtime",): 2_117,

@@ -290,7 +290,8 @@ def parse_commit(data: bytes, *, what: str) -> Commit:
 
 
 def _progress(reader: JsonFields) -> Progress:
-    return Progress(**{f.name: reader.real(f.name) for f in fields(Progress) if reader.has(f.name)})
+    rare = (f.name for f in fields(Progress) if f.name != "began_s" and reader.has(f.name))
+    return Progress(began_s=reader.real("began_s"), **{name: reader.real(name) for name in rare})
 
 
 def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:

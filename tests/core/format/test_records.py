@@ -208,6 +208,12 @@ def test_a_hostile_debt_is_damage(value: Any) -> None:
         parse_commit(sealed({**members_of("commit"), "owed": value}), what="x")
 
 
+@pytest.mark.parametrize("value", [{}, {"kept_s": 1.0}, {"began_s": "1"}, 1])
+def test_a_progress_without_its_beginning_is_damage(value: Any) -> None:
+    with pytest.raises(IntegrityError, match="progress"):
+        parse_commit(sealed({**members_of("commit"), "progress": value}), what="x")
+
+
 CHANCE = SurvivalChance(losses=2, probability=14 / 15, exact=True)
 LOSSES = NodeLosses(whole=(CHANCE,), copies=(replace(CHANCE, exact=False),))
 
