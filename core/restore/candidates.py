@@ -75,11 +75,12 @@ def without_bad(
         if not any(may_replace(older, *passed, left[0]) for older in good):
             break
         passed.append(left.pop(0))
-    if request.without or not left:  # it was reported
+    if not left:
         return left
-    for one in passed:
+    is_new = bool(passed) and not request.without  # else it was reported
+    for one in passed if is_new else ():
         tally.add_skipped(f"step {one.id}", f"it has {_bad(one)}", one.id)
-    if passed:
+    if is_new:
         taken = f"with {_bad(left[0])}" if left[0].not_finite else "which has none"
         logger.warning(
             "%s: passes over step %s, with %s, and takes step %s, %s. To take the newest anyway, name it: step=%d",

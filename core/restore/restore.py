@@ -44,7 +44,8 @@ class RestoreResult:
     def fallbacks(self) -> tuple[Fallback, ...]:
         """What was skipped: tiers, and copies of this checkpoint and of newer ones."""
         id = self.checkpoint.id
-        return tuple(each for each in self.tally.fallbacks if each.id is None or each.id >= id)
+        found = (f for f in self.tally.fallbacks if f.what != f"step {id}")
+        return tuple(each for each in found if each.id is None or each.id >= id)
 
     def verified(self, shard: Shard) -> tuple[str, ...]:
         """Return the tiers on which all chunks of a shard's image were read, and are good; empty where some were not

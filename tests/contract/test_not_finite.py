@@ -13,7 +13,7 @@ from torch import nn
 
 import tierfall
 from tests.contract import of_ranks
-from tests.contract.kit import Crew, Log, Place, training_state
+from tests.contract.kit import Crew, Log, Place, flip, folder_of, training_state
 
 NAN, INF = float("nan"), float("inf")
 WEIGHT = "model.0.weight"
@@ -80,6 +80,18 @@ def test_without_an_older_good_step_the_newest_is_taken(place: Place, log: Log) 
     save(place, 1, 2, bad=(1, 2))
     assert restored(place).step == 2
     log.wait(rf"restore: step 2@1 has NaN or Inf in {WEIGHT}")
+
+
+def test_if_the_good_step_is_damaged_the_newest_is_taken_and_reported(
+    place: Place, log: Log
+) -> None:
+    place.config()
+    save(place, 1, 2, bad=(2,))
+    shutil.rmtree(place.memory)
+    flip(next(folder_of(place, 1).glob("*.safetensors")))
+    report = restored(place)
+    assert (report.step, report.fallbacks) == (2, ())
+    log.wait(rf"restore: step 2@1 is with NaN or Inf in {WEIGHT}")
 
 
 def test_no_rule_deletes_the_good_step_while_all_newer_ones_are_bad(place: Place) -> None:
