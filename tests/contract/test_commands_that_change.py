@@ -157,6 +157,7 @@ def beside(place: Place) -> Place:
 
 
 def test_a_whole_run_is_deleted_once_its_name_was_typed(beside: Place) -> None:
+    assert "nothing is to be brought" in beside.cli("prefetch").out
     other = {n: d for n, d in files_below(beside.root).items() if "/other/" in n}
     document = json.loads(beside.cli(*ALL, "--json", input="run\n").out)
     assert document["deleted"] == ["host", "disk", "far"]

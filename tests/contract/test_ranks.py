@@ -11,6 +11,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,14 @@ def committed(root: Path, tier: str) -> list[str]:
     return sorted(path.parent.name for path in (root / tier / "run").glob("step-*/commit.json"))
 
 
-def command(folder: str, *words: str, node: str = "0", **changes: Any) -> Any:
+def command(
+    folder: str, *words: str, node: str = "0", input: str | None = None, **changes: Any
+) -> Any:
     """Run a command with the configuration of a node."""
     file = Path(folder) / f"tiers-{node}.yaml"
     file.write_text(json.dumps(of_ranks.config(folder, node, **changes)))
     word, *rest = words
-    return tierfall_command(word, "--config", str(file), *rest)
+    return tierfall_command(word, "--config", str(file), *rest, input=input)
 
 
 # One checkpoint, or none -------------------------------------------------------------------------------
@@ -80,6 +83,25 @@ def test_a_node_with_a_new_disk_gets_its_part_before_the_ranks_start(
     rest = json.loads(command(folder, "prefetch", "1", "--node", "0/2", "--json", node="1").out)
     assert rest["ranks"] == [0, 1, 2, 3], "what it has of it stays"
     assert command(folder, "verify", node="1").code == 0
+
+
+def test_a_run_that_another_node_deletes_meanwhile_is_not_brought_back_by_images_in_memory(
+    apart: Crew, folder: str, tmp_path: Path
+) -> None:
+    kept = {"host": {"on_close": "keep"}}
+    apart.run(of_ranks.go_on, folder=folder, steps=[1], wait=["nvme", "pfs"], **kept)
+    there = step_folder(tmp_path, "nvme-1", 1)
+    shutil.rmtree(there)
+    (there.parent / "latest").unlink()
+    slow = {"nvme": {"bandwidth": "40kB/s"}, **kept}
+    with ThreadPoolExecutor() as beside:
+        words = ("prefetch", "--node", "0/1")
+        prefetch = beside.submit(lambda: command(folder, *words, node="1", **slow))
+        wait_until((there / image(1)).exists, "what memory lacks has arrived")
+        answer = command(folder, "rm", "--run", "run", "--all", input="run\n")
+        assert answer.code == 0, answer.err
+        assert prefetch.result().code == 1, prefetch.result().out
+    assert committed(tmp_path, "nvme-1") == []
 
 
 def test_what_all_ranks_save_all_ranks_restore_bit_for_bit(

@@ -581,7 +581,7 @@ def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:
         undo.pop_all()
     tiers.close(keep=False)
     with suppress(TierfallError), owned_folder(tiers.config, "tierfall rm") as folder:
-        for path in folder.glob("slot-*.lock"):  # last: a trainer may begin then
+        for path in folder.glob("*.lock"):  # last: a trainer may begin then
             path.unlink(missing_ok=True)
     names = (tier.name for tier in config.chain)
     return DeletedRun(

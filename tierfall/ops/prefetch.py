@@ -272,15 +272,17 @@ class _Prefetch:
         return needed
 
     def _before_commit(self) -> None:
-        """Take the run's lock; raise LockError if a trainer has it. Raise, too, unless a source still has the
-        checkpoint: it, or its run, may have been deleted meanwhile."""
+        """Take the run's lock; raise LockError if a trainer has it. Raise, too, unless a stored source still has the
+        checkpoint: it, or its run, may have been deleted meanwhile. Another node deletes nothing in memory."""
         self.owned.enter_context(owned_folder(self.reader.config, COMMAND))
         stores, id = self.reader.stores, self.checkpoint.id
         unread: TierfallError | None = None
-        for tier in self.checkpoint.copies:
+        stored = [tier for tier in self.checkpoint.copies if tier in stores]
+        for tier in stored:
             try:
-                if tier not in stores or stores[tier].find_copy(id) is not None:
+                if stores[tier].find_copy(id) is not None:
                     return
             except TierfallError as error:
                 unread = error
-        raise unread or IntegrityError(f"{id} was deleted while it was read: no copy is left")
+        if stored:
+            raise unread or IntegrityError(f"{id} was deleted while it was read: no copy is left")
