@@ -75,7 +75,7 @@ LINES = {
     ("tiers",): 4_661,
     ("tierfall/config",): 2_066,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_080,
-    ("tierfall/ops",): 4_407,
+    ("tierfall/ops",): 4_412,
     ("tierfall/telemetry",): 1_947,
     ("tierfall/cli",): 4_338,
     ("tierfall/integrations",): 2_933,

@@ -229,6 +229,19 @@ def test_threads_share_one(run: Place) -> None:
                 assert equal(found, expected[name]), name
 
 
+def test_a_forked_process_reads_what_its_parent_had_begun_to_read(run: Place) -> None:
+    """As the worker of a data loader does."""
+    whole = tensors_of()["rows"]
+    with tierfall.open_tensors(run.yaml) as tensors:
+        assert equal(tensors.slice("rows")[:150], whole[:150])
+        if not (child := os.fork()):
+            try:
+                os._exit(not equal(tensors.slice("rows")[150:], whole[150:]))
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+
+
 # Addresses ---------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,8 +77,12 @@ class _EdgeReader(CheckpointReader):
     """Keeps chunks of which not all was needed, those that were used last."""
 
     edges: OrderedDict[tuple[int, int], memoryview] = field(default_factory=OrderedDict)
+    process: int = field(default_factory=os.getpid)
 
     def fill_here(self, fills: Mapping[int, Sequence[Fill]]) -> None:
+        if self.process != os.getpid():  # a forked child reads zeros there: see ``allocate``
+            self.process = os.getpid()
+            self.edges.clear()
         parts = {rank: self.part(rank, those) for rank, those in sorted(fills.items())}
         writers = {rank: TargetWriter(part.fills) for rank, part in parts.items()}
         whole, cut = list[tuple[int, int]](), list[tuple[int, int]]()
