@@ -91,7 +91,7 @@ def test_if_the_good_step_is_damaged_the_newest_is_taken_and_reported(
     flip(next(folder_of(place, 1).glob("*.safetensors")))
     report = restored(place)
     assert (report.step, report.fallbacks) == (2, ())
-    log.wait(rf"restore: step 2@1 is with NaN or Inf in {WEIGHT}")
+    log.wait(rf"restore: step 2@1 has NaN or Inf in {WEIGHT}")
 
 
 def test_no_rule_deletes_the_good_step_while_all_newer_ones_are_bad(place: Place) -> None:
