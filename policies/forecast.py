@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 
-from tierfall.core.types.lineage import may_replace
+from tierfall.core.types.lineage import first_good
 from tierfall.core.types.units import format_count, format_duration, format_rate, format_size
 from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, LossClass, TierKind
 from tierfall.core.types.view import (
@@ -141,11 +141,10 @@ def _newest_surviving(view: View, lost: LossClass) -> tuple[CheckpointView, Tier
     def fastest(checkpoint: CheckpointView) -> TierRules | None:
         return next((tier for tier in tiers if checkpoint.readable_on(tier.name)), None)
 
-    passed = list[CheckpointView]()
-    for checkpoint in view.live:
-        if tier := fastest(checkpoint):
-            passed.append(checkpoint)
-            older = view.live if checkpoint.not_finite else ()
-            if not any(may_replace(c, *passed) for c in older if fastest(c)):
-                return checkpoint, tier
-    return None
+    held = (checkpoint for checkpoint in view.live if fastest(checkpoint))
+    checkpoint = next(held, None)
+    if checkpoint is not None and checkpoint.not_finite:
+        left = [checkpoint, *held]
+        checkpoint = left[first_good(left)]
+    tier = checkpoint and fastest(checkpoint)
+    return (checkpoint, tier) if checkpoint and tier else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, NotReadError, merge, starts_in
 from tierfall.core.types.errors import RestoreError, TierfallError
-from tierfall.core.types.lineage import may_replace
+from tierfall.core.types.lineage import first_good
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId
 
@@ -69,14 +69,15 @@ def without_bad(
 ) -> list[KnownCheckpoint]:
     """Leave out the candidates with NaN or Inf that an older one may replace, unless the request names a step; log
     which, and what is restored although it has some."""
-    left, passed = list(candidates), list[KnownCheckpoint]()
-    while left and request.step is None:
-        good = [c for c in left[1:] if any(copy.damage is None for copy in c.copies.values())]
-        if not any(may_replace(older, *passed, left[0]) for older in good):
-            break
-        passed.append(left.pop(0))
-    if not left:
-        return left
+    if not candidates:
+        return []
+    named = request.step is not None
+    at = (
+        0
+        if named
+        else first_good(candidates, lambda c: any(x.damage is None for x in c.copies.values()))
+    )
+    passed, left = candidates[:at], list(candidates[at:])
     is_new = bool(passed) and not request.without  # else it was reported
     for one in passed if is_new else ():
         tally.add_skipped(f"step {one.id}", f"it has {_bad(one)}", one.id)

@@ -11,9 +11,9 @@ of the other are abandoned.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tierfall.core.types.values import CheckpointId
 
@@ -145,6 +145,9 @@ class Noted(Protocol):
     def not_finite(self) -> frozenset[str]: ...
 
 
+N = TypeVar("N", bound=Noted)
+
+
 def gone_bad(checkpoint: Noted, older: Noted) -> frozenset[str]:
     """What is NaN or infinite in a checkpoint and is not in an ``older`` one: so a value that always is does not
     count."""
@@ -155,6 +158,24 @@ def may_replace(older: Noted, *passed: Noted) -> bool:
     """Whether a restore goes back to an ``older`` checkpoint because of what has ``gone_bad`` since in all that it
     ``passed`` over. It does not go behind the one that a training continued from: who continued from that has accepted
     what was in it."""
-    starts = (each.started_from for each in passed)
-    is_behind = any(start is not None and older.id.step < start.step for start in starts)
-    return not is_behind and all(gone_bad(each, older) for each in passed)
+    for each in passed:
+        start = each.started_from
+        if (start is not None and older.id.step < start.step) or not gone_bad(each, older):
+            return False
+    return True
+
+
+def first_good(newest_first: Sequence[N], is_good: Callable[[N], bool] = lambda _: True) -> int:
+    """The place of the checkpoint that a restart takes: each before it may be replaced by an older one, one that
+    ``is_good``."""
+    passed: dict[object, Noted] = {}
+    older = 0  # the newest that may replace all that are passed over: none before it may replace more of them
+    for at, checkpoint in enumerate(newest_first):
+        passed[checkpoint.not_finite, checkpoint.started_from] = checkpoint
+        while older <= at or not (
+            may_replace(newest_first[older], *passed.values()) and is_good(newest_first[older])
+        ):
+            older += 1
+            if older >= len(newest_first) or not checkpoint.not_finite:
+                return at
+    return 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierfall.core.types.lineage import AttemptStart, abandoned_by, resolve
+from tierfall.core.types.lineage import AttemptStart, abandoned_by, first_good, resolve
 from tierfall.core.types.values import CheckpointId
 
 Pair = tuple[CheckpointId, CheckpointId | None]
@@ -137,3 +138,17 @@ def test_what_several_ranks_resolve_again_stays_as_it_is(
     for number in {one.attempt for one in resolved}:
         of_number = [one for one in resolved if one.attempt == number]
         assert sum(not one.passed_over for one in of_number) == 1
+
+
+class Step(NamedTuple):
+    id: CheckpointId
+    not_finite: frozenset[str]
+    started_from: CheckpointId | None = None
+
+
+def test_thousands_of_steps_with_nan_are_passed_over_in_no_time() -> None:
+    bad = [Step(CheckpointId(step, 1), frozenset({"w"})) for step in range(9000, 1000, -1)]
+    good = [Step(CheckpointId(step, 1), frozenset()) for step in range(1000, 0, -1)]
+    began = time.thread_time()
+    assert first_good([*bad, *good]) == len(bad)
+    assert time.thread_time() - began < 2
