@@ -63,7 +63,7 @@ LINES = {
     ("core/types",): 2_009,
     ("core/format",): 1_355,
     ("core/state", "core/tensors"): 3_597,
-    ("core/image",): 2_513,
+    ("core/image",): 2_516,
     ("core/runtime",): 2_117,
     ("core/ranks",): 2_201,
     ("core/capture", "core/sampling"): 3_953,

@@ -234,9 +234,12 @@ def assign_writers(tables: Sequence[ReplicaTable]) -> ReplicaAssignment:
     loads = (load[np.frombuffer(group, dtype=ranks.dtype)] for group in members)
     if any(np.ptp(each) > max(each.max() * UNEVEN, chunk_bytes) for each in loads):
         of_entry = sizes[first].astype(np.int64), units[first].astype(np.int64)
+        undivided = owners.copy()
         for group, entries in sorted(members.items(), key=lambda each: len(each[0])):
             those = np.frombuffer(group, dtype=ranks.dtype)
             parts += _divide(those, entries, unshared, owners, *of_entry)
+        if unshared.max() > load.max():  # of groups with some ranks in common
+            owners, parts = undivided, []
     parts.sort()
     id_hash = xxhash.xxh3_128()
     for table in tables:

@@ -122,6 +122,20 @@ def test_ranks_write_as_many_bytes_as_others_that_hold_the_same() -> None:
     assert max(load[0], load[1], load[3]) - min(load[0], load[1], load[3]) <= 2, load
 
 
+def test_what_a_division_makes_more_unequal_is_not_divided() -> None:
+    """Two of three ranks hold a tensor of their own beside one that cannot be divided."""
+    tables = [
+        table({4: 4_000_000} | ({8: 4_000_000} if rank else {}), chunk_bytes=100)
+        for rank in range(3)
+    ]
+    tables[0] = table({4: 4_000_000}, own_bytes=500_000, chunk_bytes=100)
+    for one in tables:
+        one.units[one.keys == 4] = 0
+    division = assign_writers(tables)
+    assert division.parts() == {}
+    assert sorted(division.owners) == [1, 2]
+
+
 def test_what_may_change_at_any_time_or_is_of_one_rank_is_not_shared() -> None:
     state = training()
     names = set(shareable(state).names().values())
