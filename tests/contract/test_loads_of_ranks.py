@@ -80,6 +80,11 @@ def load_and_write(rank: int, place: str) -> list[Any]:
     return [equal(model, expected), shared_memory()]
 
 
+def load_by_one_of_two_words(rank: int, place: str) -> list[Any]:
+    loaded = tierfall.load(place, group=dist.group.WORLD if rank else True)
+    return [equal(loaded["model"], state()["model"])]
+
+
 def load_at_other_steps(rank: int, place: str) -> list[Any]:
     return load(rank, place, step=1 + rank // 3)
 
@@ -130,6 +135,10 @@ def test_shared_tensors_are_in_one_memory_of_the_node_and_private_when_written(
     assert first.startswith("rw-p "), "nobody can write through to what others see"
     assert (first, third) == (second, fourth)
     assert first != third, "each node has its own"
+
+
+def test_true_and_the_group_of_all_ranks_are_one_group(four: Crew, saved: Path) -> None:
+    assert four.run(load_by_one_of_two_words, place=str(saved)) == [[True]] * 4
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp-fsdp"])

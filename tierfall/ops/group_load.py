@@ -110,7 +110,7 @@ def opened_by(group: object, config: Config) -> Iterator[RunReader]:
 def _meeting_of(group: Any) -> str:
     """Return a name that no other group of a job has, nor an ``open`` of the run."""
     distributed = torch.distributed
-    if group is None or not distributed.is_initialized():
+    if not distributed.is_initialized():
         return "/load"
     members = json.dumps(distributed.get_process_group_ranks(group))
     return f"/load-{hashlib.sha256(members.encode()).hexdigest()[:16]}"
