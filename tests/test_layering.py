@@ -67,7 +67,7 @@ LINES = {
     ("core/runtime",): 2_117,
     ("core/ranks",): 2_201,
     ("core/capture", "core/sampling"): 3_953,
-    ("core/restore", "core/load", "core/copies"): 7_400,
+    ("core/restore", "core/load", "core/copies"): 7_418,
     ("core/compression",): 360,
     ("core/flush",): 7_237,
     ("policies",): 2_254,

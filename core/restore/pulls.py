@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -47,6 +48,8 @@ POOL_BYTES, POOL_CHUNKS_MIN = 128 << 20, 4
 """Of all chunks that a rank keeps for others, also of those that it passes on: one that does not fit is read twice."""
 ALIVE_S = 1.0
 CLOSE_S = 1.0
+GONE: Chunk = (-2, 0)
+"""In place of a chunk: rank 0 is told that a rank is gone."""
 
 
 class NothingCameError(UnreachableError):
@@ -278,12 +281,24 @@ class PullNetwork:
 
     def lost_s(self) -> float | None:
         """Return since when, on the monotonic clock, a rank is known to be gone: it has closed a connection. None if
-        none is."""
+        none is. Rank 0, which decides for all, is told: few ranks have a connection to the one that is gone."""
         with self._lock:
             idle = (connection for those in self._idle.values() for connection in those)
-            if self._lost_s is None and any(connection.is_readable(0) for connection in idle):
-                self._lost_s = time.monotonic()
-            return self._lost_s
+            if self._lost_s is not None or not any(each.is_readable(0) for each in idle):
+                return self._lost_s
+            self._lost_s = time.monotonic()
+        if not self._topology.is_root:
+            with suppress(RuntimeError):  # at the limit of threads
+                threading.Thread(target=self._tell_root, daemon=True).start()
+        return self._lost_s
+
+    def _tell_root(self) -> None:
+        with suppress(OSError, UnreachableError):  # it has ended too
+            connection = self._take(0)
+            try:
+                self._ask(connection, GONE, 0, "")
+            finally:
+                connection.close()
 
     def close(self) -> None:
         """Close all connections; no pull may begin any more."""
@@ -306,6 +321,9 @@ class PullNetwork:
             connection.set_timeout(self._silence_s)
             try:
                 chunk, source = (int(head["image"]), int(head["chunk"])), int(head["source"])
+                if chunk == GONE:
+                    self._lost_s = self._lost_s or time.monotonic()
+                    raise UnreachableError("it is noted")
                 loaded = self._load(connection, chunk, source, head)
             except WireError:
                 raise

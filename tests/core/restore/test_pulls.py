@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -283,6 +284,36 @@ def test_a_source_that_sends_nothing_is_waited_for_by_the_next_node_alone(
         assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
         assert hold(job, 5)
     assert len(asked) == len(set(asked)), "by one node"
+
+
+def test_rank_0_is_told_of_a_rank_that_is_gone_by_those_that_had_to_do_with_it() -> None:
+    with network("abcd") as joined:
+        loaded: Future[pulls.LoadedChunk] = Future()
+        loaded.set_result(pulls.LoadedChunk(view=memoryview(b"x"), tier=0))
+        nets = [
+            pulls.PullNetwork(
+                ranks.topology,
+                secret=b"s" * 32,
+                checkpoint="1@1",
+                interface=None,
+                silence_s=5.0,
+                provide=lambda *_: loaded,
+                taken=lambda *_: None,
+            )
+            for ranks in joined
+        ]
+        for one in nets:
+            one.meet([each.address for each in nets])
+        nets[3].pull(2, (2, 1), 2, "")
+        assert [one.lost_s() for one in nets] == [None] * 4
+        nets[2].close()
+        deadline = time.monotonic() + 10
+        while nets[0].lost_s() is None:
+            assert time.monotonic() < deadline
+            nets[3].lost_s()
+            time.sleep(0.01)
+        for one in nets:
+            one.close()
 
 
 def test_ranks_of_one_node_open_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
