@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from tierfall.cli import app
 from tierfall.core.types.values import LossClass
 from tierfall.plan.answers import Source
-from tierfall.plan.simulate import WEEK_S, Training, exponential
+from tierfall.plan.simulate import WEEK_S, Failure, Training, exponential
 from tierfall.policies import formulas
 
 GIB, DAY_S = 1 << 30, 86_400.0
@@ -25,6 +26,20 @@ def planned(*words: str) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
+
+
+def trained(
+    sources: Sequence[Source],
+    failures: Iterable[Failure],
+    total_s: float,
+    times: tuple[float, float, float],
+) -> Training:
+    every_s, cost_s, restart_s = times
+    out = Training(
+        sources=sources, every_s=every_s, cost_s=cost_s, restart_s=restart_s, total_s=total_s
+    )
+    out.live(failures)
+    return out
 
 
 # Sizes -----------------------------------------------------------------------------------------------
@@ -176,10 +191,10 @@ def test_ettr_of_meta_and_a_simulation_of_it(
         assert every_s / 60 == pytest.approx(7.02, abs=0.005)
     closed = formulas.ettr(write_s, every_s, [(per_s, restart_s + every_s / 2)])
     assert closed == pytest.approx(ratio, abs=1e-3)
-    training = Training(
-        [Source("store", PROCESS, 0, 1, 0)], every_s=every_s, cost_s=write_s, restart_s=restart_s
+    store, total_s = Source("store", PROCESS, 0, 1, 0), 100 * WEEK_S
+    out = trained(
+        [store], exponential({PROCESS: per_s}, total_s), total_s, (every_s, write_s, restart_s)
     )
-    out = training.live(exponential({PROCESS: per_s}, 100 * WEEK_S), 100 * WEEK_S)
     assert out.goodput == pytest.approx(closed, rel=0.01)
     assert out.trained_s + sum(out.lost_s.values()) == pytest.approx(out.total_s)
 
@@ -191,8 +206,7 @@ def test_a_simulated_node_goes_back_to_the_newest_copy_that_was_durable(
     """Every third save, each 100 s, is copied: a node that is lost after 640 s has the one of 600 s, or of 300 s."""
     far = Source("far", LossClass.NODE, durable_s, 3, 7)
     host = Source("host", PROCESS, 0, 1, 1)
-    training = Training([host, far], every_s=100, cost_s=0, restart_s=10)
-    out = training.live([(640, LossClass.NODE)], 657)
+    out = trained([host, far], [(640, LossClass.NODE)], 657, (100, 0, 10))
     assert out.restores == {"far": 1}
     assert out.lost_s["work lost to a node"] == lost_s
     assert out.trained_s == 640 - lost_s
@@ -217,10 +231,10 @@ SYNCHRONOUS = {5: 204, 10: 252, 16: 312, 50: 631}
 def test_synchronous_saves_of_datastates_llm(saves: int, published_s: float) -> None:
     """HPDC'24: 50 steps of 3.2 s of a 7B, and so many checkpoints of 83 GB at 8 to 9 GB/s."""
     steps_s, hold_s = 50 * 3.2, 83 / 8.8
-    training = Training([], every_s=steps_s / saves, cost_s=hold_s, restart_s=0)
     total_s = steps_s + saves * hold_s
     assert total_s == pytest.approx(published_s, rel=0.05)
-    assert training.live([], total_s + 1e-6).lost_s["saving"] == pytest.approx(saves * hold_s)
+    out = trained([], [], total_s + 1e-6, (steps_s / saves, hold_s, 0))
+    assert out.lost_s["saving"] == pytest.approx(saves * hold_s)
 
 
 @pytest.mark.parametrize(("gb", "gpus", "step_s", "is_held"), [(83, 8, 3.2, 1), (166, 16, 5.5, 0)])

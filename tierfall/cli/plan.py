@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tierfall.cli.output import CommandOutput, Part, cell, counted, table
 from tierfall.cli.usage import Exit, refuse
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
-from tierfall.core.types.values import LossClass
+from tierfall.core.types.values import CaptureMode, LossClass
 from tierfall.plan.answers import SAVE_S, SLOWDOWN, Plan
 from tierfall.plan.cluster import (
     GIVEN,
@@ -38,11 +38,13 @@ from tierfall.plan.measured import Measured, read_events
 from tierfall.plan.models import Model, find_model
 from tierfall.plan.simulate import (
     WEEK_S,
-    Outcome,
     Training,
     exponential,
     read_trace,
 )
+
+if TYPE_CHECKING:
+    from tierfall.config import Config
 
 T = TypeVar("T")
 IMAGES_SHOWN = 6
@@ -51,12 +53,12 @@ RESTART_S, FLOPS = 300.0, 400e12
 
 @dataclass(slots=True)
 class Asked:
-    """The options of the command by name, None if not given; what a run has measured; the policies of a YAML file; and
+    """The options of the command by name, None if not given; what a run has measured; a YAML file; and
     what was assumed: what nobody gave, its value, and where that is from."""
 
     options: dict[str, Any]
     run: Measured | None = None
-    policies: Any = None
+    config: Config | None = None
     assumed: list[dict[str, str]] = field(default_factory=list)
 
     def take(
@@ -82,9 +84,9 @@ def plan(answer: CommandOutput, **options: Any) -> None:
         asked.run, beside = read_events(folder), folder / "tiers.yaml"
         path = path or (str(beside) if beside.exists() else None)
     if path is not None:
-        from tierfall.cli.plan_file import Policies
+        from tierfall.config import load_config
 
-        asked.policies = Policies(path)
+        asked.config = load_config(path)
     made = make_plan(asked)
     answer.document = to_document(made, asked)
     answer.show(*_shown(made, asked, answer.document))
@@ -96,11 +98,13 @@ def plan(answer: CommandOutput, **options: Any) -> None:
         trace, rates, total_s = given("trace"), made.cluster.failures_per_s, weeks * WEEK_S
         failures = read_trace(trace) if trace else exponential(rates, total_s)
         out = Training(
-            made.sources,
+            sources=made.sources,
             every_s=made.every_s,
             cost_s=made.blocking_s,
             restart_s=made.cluster.restart_s,
-        ).live(failures, total_s)
+            total_s=total_s,
+        )
+        out.live(failures)
         names = ("total_s", "goodput", "lost_s", "failures", "restores")
         answer.document["simulation"] = members(out, *names)
         answer.show("", *_shown_outcome(out, made))
@@ -128,7 +132,7 @@ def _plot(made: Plan, path: Path) -> str:
 
 def make_plan(asked: Asked) -> Plan:
     """Put a plan together, with defaults for what is not given. Raises ConfigError."""
-    options, run, policies = asked.options, asked.run, asked.policies
+    options, run, config = asked.options, asked.run, asked.config
     if options["model"] is None and run is None:
         raise ConfigError(
             "expected a MODEL: a preset such as llama3-8b, the path of a config.json, or a number of parameters such "
@@ -142,9 +146,15 @@ def make_plan(asked: Asked) -> Plan:
     if run is not None and not model.name:
         images = [run.image_bytes] * layout.ranks
         sizes = RankBytes(written=images, held=images)
-    cluster = _cluster(asked, layout.ranks)
+    of_file, images_wanted, mtbf = dict[str, PlanTier](), None, options["mtbf"] or {}
+    if config is not None:
+        from tierfall.cli.plan_file import images_of, mtbf_of, tiers_of
+
+        mtbf, images_wanted = mtbf or mtbf_of(config), images_of(config, max(sizes.written))
+    cluster = _cluster(asked, layout.ranks, mtbf or (run and run.mtbf) or {})
     known = presets(layout.ranks, cluster.link_bytes_per_s)
-    of_file = {} if policies is None else policies.tiers(known, cluster)
+    if config is not None:
+        of_file = tiers_of(config, known, cluster)
     tiers = make_tiers(options["tier"] or [], known, of_file, cluster.nodes)
     if run is not None:
         tiers = tuple(run.rate_of(tier, sizes, cluster) for tier in tiers)
@@ -163,8 +173,8 @@ def make_plan(asked: Asked) -> Plan:
         f"6 x parameters x {tokens // 10**6}M tokens (Kaplan 2020), at 400 TFLOP/s a GPU (Llama 3 405B)",
     )
     every, overhead = options["every"], options["overhead"]
-    if policies is not None and every is None and overhead is None:
-        every, overhead = policies.interval
+    if config is not None and every is None and overhead is None:
+        every, overhead = config.interval.every, config.interval.budget
     return Plan(
         model=model,
         terms=terms,
@@ -173,34 +183,27 @@ def make_plan(asked: Asked) -> Plan:
         cluster=cluster,
         tiers=tiers,
         step_s=step_s,
-        images_wanted=policies and policies.images(max(sizes.written)),
+        images_wanted=images_wanted,
         every_given_s=every * step_s if isinstance(every, int) else every,
         overhead=overhead,
         blocked_s=run.blocked_s if run else None,
-        lazy=policies is None or policies.lazy,
+        lazy=config is None or config.capture.mode is CaptureMode.LAZY,
     )
 
 
 def _layout(asked: Asked, model: Model) -> Layout:
     options, gpus = asked.options, asked.options["gpus"] or (asked.run and asked.run.ranks)
     degrees = {name: options[name] or 1 for name in ("tp", "pp", "cp", "ep")}
-    inner, dp = math.prod(degrees.values()) // degrees["ep"], options["dp"]
+    dp, inner = options["dp"], degrees["tp"] * degrees["pp"] * degrees["cp"]
     gpus = gpus or (dp and inner * dp)
-    if dp and dp * inner != gpus:
-        raise ConfigError(
-            f"dp {dp} and {inner} ranks by the other degrees make {dp * inner} GPUs, not {gpus}; the nearest that "
-            f"works: --gpus {dp * inner}, or leave --dp out"
-        )
     gpus = asked.take("GPUs", gpus, max(8, inner), str, "one node, or one replica")
-    return make_layout(model, gpus, degrees, options["shard"])
+    return make_layout(model, gpus, {**degrees, "dp": dp}, options["shard"])
 
 
-def _cluster(asked: Asked, gpus: int) -> Cluster:
+def _cluster(asked: Asked, gpus: int, mtbf: Mapping[LossClass, float]) -> Cluster:
     options, take, dgx = asked.options, asked.take, "DGX H100"
-    mtbf = options["mtbf"] or (asked.policies and asked.policies.mtbf)
-    mtbf = mtbf or (asked.run and asked.run.mtbf) or {}
     llama = "419 interruptions in 54 days on 16,384 GPUs (Llama 3 405B, Meta 2024)"
-    default_s = min(LLAMA_MTBF_S * LLAMA_GPUS / gpus, *mtbf.values(), math.inf)
+    default_s = LLAMA_MTBF_S * LLAMA_GPUS / gpus
     process_s = take("failure", mtbf.get(LossClass.PROCESS), default_s, _told_every, llama)
     share = f"{OF_HARDWARE:.0%} of failures are by hardware (Llama 3 405B)"
     node_s = min(process_s / OF_HARDWARE, mtbf.get(LossClass.SITE, math.inf))
@@ -276,49 +279,37 @@ def to_document(made: Plan, asked: Asked) -> dict[str, Any]:
     }
 
 
-Column = tuple[str, str, Callable[[Any], str] | None]
-TABLES: Mapping[str, tuple[Column, ...]] = {
-    "bytes_per_parameter": (
-        ("OF A PARAMETER", "what", None),
-        ("BYTES", "bytes", str),
-        ("WHY", "reason", None),
-    ),
-    "writers": (
-        ("WRITTEN", "part", None),
-        ("RANKS", "ranks", "{:,}".format),
-        ("EACH AT MOST", "bytes_max", format_size),
-        ("TOGETHER", "bytes", format_size),
-        ("WHY", "why", None),
-    ),
-    "cadences": (
-        ("INTERVAL", "name", None),
-        ("EVERY", "every_s", format_duration),
-        ("ETTR", "ettr", "{:.2%}".format),
-        ("WHY", "why", None),
-    ),
-    "tiers": (
-        ("TIER", "name", None),
-        ("EVERY", "every_s", format_duration),
-        ("COPY", "copy_s", format_duration),
-        ("DURABLE", "durable_s", format_duration),
-        ("NEEDED", "required_bytes_per_s", format_rate),
-        ("AVAILABLE", "available_bytes_per_s", format_rate),
-        ("HOLDS", "capacity_bytes", format_size),
-        ("RESTORE", "restore_s", format_duration),
-        ("LIMITED BY", "limited_by", None),
-    ),
-    "assumed": (("ASSUMED", "what", None), ("VALUE", "value", None), ("SOURCE", "source", None)),
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "bytes_per_parameter": {"OF A PARAMETER": "what", "SIZE": "bytes", "WHY": "reason"},
+    "writers": {"WRITTEN": "part", "RANKS": "ranks", "EACH AT MOST": "bytes_max"}
+    | {"TOGETHER": "bytes", "WHY": "why"},
+    "cadences": {"INTERVAL": "name", "EVERY": "every_s", "ETTR": "ettr", "WHY": "why"},
+    "tiers": {"TIER": "name", "EVERY": "every_s", "COPY": "copy_s", "DURABLE": "durable_s"}
+    | {"NEEDED": "required_bytes_per_s", "AVAILABLE": "available_bytes_per_s"}
+    | {"HOLDS": "capacity_bytes", "RESTORE": "restore_s", "LIMITED BY": "limited_by"},
+    "losses": {"LOSS OF": "lost", "COMES EVERY": "comes_every_s", "LEFT ON": "tier"}
+    | {"WORK AGAIN": "again_s", "RESTORE": "restore_s"},
+    "assumed": {"ASSUMED": "what", "VALUE": "value", "SOURCE": "source"},
 }
-"""Lists of the document as tables: the names of columns, their members, and the format of those on the right."""
+"""Lists of the document as tables: columns, and the member in each."""
+FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "bytes_per_s": format_rate,
+    "bytes": format_size,
+    "bytes_max": format_size,
+    "_s": format_duration,
+    "ettr": "{:.2%}".format,
+    "ranks": "{:,}".format,
+}
+"""The first that the name of a member ends with; others are text."""
 
 
-def _listed(document: Mapping[str, Any], key: str) -> Part:
-    columns = TABLES[key]
-    rows = [
-        [cell(each[member], shown or str) for _, member, shown in columns] for each in document[key]
-    ]
-    right = [name for name, _, shown in columns if shown]
-    return table([name for name, _, _ in columns], rows, right)
+def _listed(key: str, document: Mapping[str, Any]) -> Part:
+    columns, right, cells = TABLES[key], [], []
+    for column, member in columns.items():
+        shown = next((FORMATS[end] for end in FORMATS if member.endswith(end)), None)
+        right += [column] if shown else []
+        cells.append([cell(each[member], shown or str) for each in document[key]])
+    return table(list(columns), zip(*cells, strict=True), right)
 
 
 def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Part]:
@@ -331,7 +322,7 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
     nodes = counted(made.cluster.nodes, "node", "nodes")
     yield f"{counted(made.cluster.gpus, 'GPU', 'GPUs')} in {nodes}: {made.layout}"
     if count:
-        yield from ("", _listed(document, "bytes_per_parameter"), "", _listed(document, "writers"))
+        yield from ("", _listed("bytes_per_parameter", document), "", _listed("writers", document))
     images = [f"{n:,} of {format_size(size)}" for size, n in made.sizes.counts]
     more = f" and {len(images) - IMAGES_SHOWN} other sizes" if len(images) > IMAGES_SHOWN else ""
     others = f" and {format_size(made.kept_for_peers)} of other nodes" if made.peers else ""
@@ -346,9 +337,9 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
         f"a save every {every} lengthens training by {format_duration(cost_s)}:",
         f"it is held for {format_duration(held_s)}, and steps beside copies take {format_duration(cost_s - held_s)} "
         "longer",
-        _listed(document, "cadences"),
+        _listed("cadences", document),
         "",
-        _listed(document, "tiers"),
+        _listed("tiers", document),
         f"a restore from {made.tiers[-1].name}: {times['per_rank']} if each rank reads all that it holds, "
         f"{times['read_once']} if each byte is read once",
         f"a restore after the loss of one node: {times['hierarchical']}, if each node reads the fastest tier that it "
@@ -356,26 +347,25 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
         "",
     )
     losses = [
-        (
-            str(lost),
-            cell(made.cluster.mtbf_s.get(lost), format_duration),
-            left.name if left else "nothing",
-            format_duration(left.durable_s + every_s * left.saves / 2) if left else "",
-            format_duration(left.restore_after(lost)) if left else "",
-        )
+        {
+            "lost": lost,
+            "comes_every_s": made.cluster.mtbf_s.get(lost),
+            "tier": left.name if left else "nothing",
+            "again_s": left and left.durable_s + every_s * left.saves / 2,
+            "restore_s": left and left.restore_after(lost),
+        }
         for lost, left in made.recoveries.items()
     ]
-    names = ("LOSS OF", "COMES EVERY", "LEFT ON", "WORK AGAIN", "RESTORE")
-    yield table(names, losses, names[1:2] + names[3:])
+    yield _listed("losses", {"losses": losses})
     if made.peer_chances:
         told = ", ".join(f"{lost} {chance:.3%}" for lost, chance in made.peer_chances)
         yield f"memory has every image after the loss of so many nodes at once: {told}"
     yield from ("", "bottlenecks:", *(f"  {text}" for text in document["bottlenecks"]))
     if asked.assumed:
-        yield from ("", _listed(document, "assumed"))
+        yield from ("", _listed("assumed", document))
 
 
-def _shown_outcome(out: Outcome, made: Plan) -> Iterator[Part]:
+def _shown_outcome(out: Training, made: Plan) -> Iterator[Part]:
     formula = made.ettr_at(made.every_s)
     failures = ", ".join(f"{count:,} of a {lost}" for lost, count in out.failures.items())
     restores = ", ".join(f"{count:,} from {name}" for name, count in out.restores.items())

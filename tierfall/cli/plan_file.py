@@ -1,4 +1,4 @@
-"""The YAML file of a plan: the policies of one that exists, and a commented one that a plan writes."""
+"""The YAML file of a plan: what one that exists says, and a commented one that a plan writes."""
 
 from __future__ import annotations
 
@@ -12,64 +12,53 @@ import yaml
 
 from tierfall.cli.init import TEMPLATE, exact_size, write_tier
 from tierfall.cli.output import cell
-from tierfall.config import PeerTierConfig, load_config
+from tierfall.config import Config, PeerTierConfig, load_config
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import LOSS_CLASSES, CaptureMode, LossClass, TierKind
+from tierfall.core.types.values import LOSS_CLASSES, LossClass, TierKind
 from tierfall.plan.answers import Plan
-from tierfall.plan.cluster import Cluster, PlanTier, check_mtbf
+from tierfall.plan.cluster import Cluster, PlanTier
 from tierfall.setup.tiers import is_shared, tier_rules
 
 
-class Policies:
-    """What a plan takes of a YAML file: tiers with their rules, the interval, failures, the capacity of memory."""
+def mtbf_of(config: Config) -> dict[LossClass, float]:
+    """Return how often the training fails by a YAML file; what is absent is left out, ``process`` is as ``node``."""
+    given = config.interval.mtbf
+    times = {lost: s for lost in LOSS_CLASSES if given and (s := getattr(given, f"{lost}_s"))}
+    return {LossClass.PROCESS: min(times.values()), **times} if times else {}
 
-    def __init__(self, path: str) -> None:
-        self._config = load_config(path)
 
-    @property
-    def mtbf(self) -> dict[LossClass, float] | None:
-        given = self._config.interval.mtbf
-        times = {lost: given and getattr(given, f"{lost}_s") for lost in LOSS_CLASSES}
-        return None if given is None else check_mtbf({k: s for k, s in times.items() if s})
+def images_of(config: Config, image_bytes: int) -> int | None:
+    """Return how many images memory has room for, if the file says so. Raises ConfigError if it is none."""
+    capacity = config.host.capacity_bytes
+    if capacity is not None and capacity < image_bytes:
+        raise ConfigError(
+            f"the host tier of the file has a capacity of {format_size(capacity)}, too small for one image of "
+            f"{format_size(image_bytes)}; the nearest that works: capacity: {exact_size(image_bytes)}"
+        )
+    return None if capacity is None else capacity // image_bytes
 
-    @property
-    def interval(self) -> tuple[int | float | None, float | None]:
-        """The interval in steps or seconds, if it is fixed, and the overhead that saves may have, if that decides."""
-        return self._config.interval.every, self._config.interval.budget
 
-    @property
-    def lazy(self) -> bool:
-        return self._config.capture.mode is CaptureMode.LAZY
-
-    def images(self, image_bytes: int) -> int | None:
-        """Return how many images memory has room for, if the file says so. Raises ConfigError if it is none."""
-        capacity = self._config.host.capacity_bytes
-        if capacity is not None and capacity < image_bytes:
-            raise ConfigError(
-                f"the host tier of the file has a capacity of {format_size(capacity)}, too small for one image of "
-                f"{format_size(image_bytes)}; the nearest that works: capacity: {exact_size(image_bytes)}"
-            )
-        return None if capacity is None else capacity // image_bytes
-
-    def tiers(self, known: Mapping[str, PlanTier], cluster: Cluster) -> dict[str, PlanTier]:
-        """Return the tiers that are written to, with rates by their kind, or by their bandwidth if that is less. Raises
-        ConfigError if there are none."""
-        rules, found = {each.name: each for each in tier_rules(self._config)}, {}
-        for tier in self._config.written:
-            shared, is_peer = is_shared(tier), isinstance(tier, PeerTierConfig)
-            base = known["peers" if is_peer else "store" if shared else "nvme"]
-            copies = self._config.peer_copies.get(tier.name, 1)
-            made = replace(base, rules=rules[tier.name], shared=shared, place="", copies=copies)
-            ranks = cluster.gpus if shared else cluster.ranks_per_node
-            limit = (tier.bandwidth_bytes_per_s or math.inf) * ranks * copies
-            limit = min(limit, made.write_bytes_per_s * (tier.bandwidth_share or 1))
-            if limit < made.write_bytes_per_s:
-                made = replace(made, write_bytes_per_s=limit, source="its bandwidth in the file")
-            found[tier.name] = made
-        if not found:
-            raise ConfigError("the file has no tier below host memory that is written to; add one")
-        return found
+def tiers_of(
+    config: Config, known: Mapping[str, PlanTier], cluster: Cluster
+) -> dict[str, PlanTier]:
+    """Return the tiers that are written to, with rates by their kind, or by their bandwidth if that is less. Raises
+    ConfigError if there are none."""
+    rules, found = {each.name: each for each in tier_rules(config)}, {}
+    for tier in config.written:
+        shared, is_peer = is_shared(tier), isinstance(tier, PeerTierConfig)
+        base = known["peers" if is_peer else "store" if shared else "nvme"]
+        copies = config.peer_copies.get(tier.name, 1)
+        made = replace(base, rules=rules[tier.name], shared=shared, place="", copies=copies)
+        ranks = cluster.gpus if shared else cluster.ranks_per_node
+        limit = (tier.bandwidth_bytes_per_s or math.inf) * ranks * copies
+        limit = min(limit, made.write_bytes_per_s * (tier.bandwidth_share or 1))
+        if limit < made.write_bytes_per_s:
+            made = replace(made, write_bytes_per_s=limit, source="its bandwidth in the file")
+        found[tier.name] = made
+    if not found:
+        raise ConfigError("the file has no tier below host memory that is written to; add one")
+    return found
 
 
 def write_plan(plan: Plan, path: Path, assumed: Iterable[Mapping[str, str]]) -> str:
@@ -96,13 +85,6 @@ def write_plan(plan: Plan, path: Path, assumed: Iterable[Mapping[str, str]]) -> 
     return f"wrote {path}; put your own places into it, then: tierfall check --config {path}"
 
 
-_SURVIVES = {
-    LossClass.PROCESS: "Survives a reboot, not the loss of the node.",
-    LossClass.NODE: "Survives the loss of a node.",
-    LossClass.SITE: "Survives the loss of the site.",
-}
-
-
 def _section(plan: Plan, tier: PlanTier) -> str:
     at = plan.tiers.index(tier) + 1  # after host memory
     answer, kept = plan.tier_answers[at], max(1, plan.steady[at].kept)
@@ -116,5 +98,5 @@ def _section(plan: Plan, tier: PlanTier) -> str:
     keys.append(f"flush: {{every: {tier.rules.flush_every}}}  # a copy takes {copy_s}")
     if tier.kind is not TierKind.PEER:
         keys.append(f"retain: {{last: {kept}}}  # with the one that arrives {size}")
-    survives = _SURVIVES[tier.rules.survives]
+    survives = f"Survives the loss of a {tier.rules.survives}."
     return write_tier(survives, f"name: {tier.name}", f"kind: {tier.kind}", *keys)

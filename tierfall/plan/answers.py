@@ -395,8 +395,7 @@ class Plan:
     @cached_property
     def tier_answers(self) -> list[dict[str, Any]]:
         """What is needed of each tier, as docs/json.md has it; rates and what a tier holds are of all nodes."""
-        found = [self._answer(self.steady[0], None)]
-        return found + [*map(self._answer, self.steady[1:], self.tiers)]
+        return [*map(self._answer, self.steady, (None, *self.tiers))]
 
     def _answer(self, steady: SteadyTier, tier: PlanTier | None) -> dict[str, Any]:
         copied, copy_s, places = self.checkpoint_bytes, self.capture_s, self.cluster.gpus
@@ -477,12 +476,6 @@ class Plan:
             yield (
                 f"host memory has room for one image of a rank: a save waits until the one before it is flushed. "
                 f"{format_size(self.memory_for(HOST_IMAGES))} of memory in each node remove that"
-            )
-        times = self.restore_s
-        if times["per_rank"] > 1.5 * times["read_once"]:
-            yield (
-                f"a restore in which each rank reads all that it holds takes {format_duration(times['per_rank'])}; if "
-                f"each byte is read once and handed on, {format_duration(times['read_once'])}"
             )
         for lost in LOSS_CLASSES:
             if self.recoveries[lost] is None:

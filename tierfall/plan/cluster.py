@@ -83,7 +83,8 @@ class Cluster:
 
 
 def parse_mtbf(text: str) -> dict[LossClass, float]:
-    """Parse ``4h``, or ``process=4h,node=12h,site=90d``. Raises ConfigError."""
+    """Parse ``4h``, or ``process=4h,node=12h,site=90d``; ``process`` is as ``node`` if it is missing. Raises
+    ConfigError if a time is 0, or a class that includes another one is more frequent."""
     found: dict[LossClass, float] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
@@ -94,12 +95,6 @@ def parse_mtbf(text: str) -> dict[LossClass, float]:
                 f"{hint_at(name, LOSS_CLASSES)}"
             )
         found[LossClass(name)] = parse_duration(value)
-    return check_mtbf(found)
-
-
-def check_mtbf(found: Mapping[LossClass, float]) -> dict[LossClass, float]:
-    """Return the failures of a job by class. Raises ConfigError if a time is 0, or a class that includes another one is
-    more frequent."""
     times = [found[lost] for lost in LOSS_CLASSES if lost in found]
     if not min(times) > 0 or times != sorted(times):
         told = ", ".join(f"{lost} every {format_period(s)}" for lost, s in found.items())
@@ -107,7 +102,7 @@ def check_mtbf(found: Mapping[LossClass, float]) -> dict[LossClass, float]:
             f"{told}: impossible: a more severe loss includes a less severe one, and cannot come more often; expected "
             "process at most node, node at most site, and each above 0"
         )
-    return dict(found)
+    return {LossClass.PROCESS: times[0], **found}
 
 
 # Tiers -----------------------------------------------------------------------------------------------
@@ -176,22 +171,21 @@ def make_tiers(
     """Return the tiers below host memory, fastest first: those of a file with what ``texts`` say of them, else those of
     ``texts``; without either peer memory if there are several nodes, a disk and a store. Raises ConfigError."""
     default = ("peers", "nvme", "store") if nodes > 1 else ("nvme", "store")
-    tiers = dict(given)
+    tiers, named = dict(given), list[str]()
     for text in texts or (() if given else default):
-        name = text.partition(":")[0]
-        if given and name not in given:
-            raise ConfigError(
-                f"tier {name!r} is not in the file, which has {', '.join(given)}{hint_at(name, given)}; add it there"
-            )
-        if name in tiers and name not in given:
-            raise ConfigError(f"tier {name} is named twice; expected one --tier for each")
-        tiers[name] = _parse_tier(text, {**known, **given})
+        tier = _parse_tier(text, given or known)
+        named.append(tier.name)
+        tiers[tier.name] = tier
+    if len(set(named)) < len(named):
+        raise ConfigError(
+            f"--tier {', '.join(named)}: a name is there twice; expected one --tier for each"
+        )
     for tier in tiers.values():
         if tier.kind is TierKind.PEER and tier.copies >= nodes:
             near = f"copies={nodes - 1}" if nodes > 1 else "leave it out"
             raise ConfigError(
-                f"tier {tier.name}: {tier.copies} copies on other nodes, and {nodes} nodes in all; the nearest that "
-                f"works: {near}"
+                f"tier {tier.name}: nodes that keep a copy: {tier.copies}, beside the node itself; nodes in all: "
+                f"{nodes}; the nearest that works: {near}"
             )
     return tuple(tiers.values())
 
@@ -201,8 +195,8 @@ def _parse_tier(text: str, known: Mapping[str, PlanTier]) -> PlanTier:
     name, _, rest = text.partition(":")
     if name not in known:
         raise ConfigError(
-            f"tier {name!r} is not known; expected one of {', '.join(known)}{hint_at(name, known)}, the most similar "
-            "one with your own rates: --tier lustre:write=100GB/s,read=200GB/s"
+            f"tier {name!r} is not known; expected one of {', '.join(known)}{hint_at(name, known)}: the one of a YAML "
+            "file, or the most similar one with your own rates, lustre:write=100GB/s,read=200GB/s"
         )
     tier, values = known[name], dict[str, Any]()
     for part in filter(None, rest.split(",")):

@@ -105,24 +105,26 @@ class Layout:
         return f"{told or 'one rank'}, {self.sharding}"
 
 
-def make_layout(model: Model, gpus: int, degrees: Mapping[str, int], sharding: Sharding) -> Layout:
-    """Return the layout of a model on so many GPUs; data parallelism is what the other degrees leave. Raises
-    ConfigError with the nearest that works if it does not divide the model or the GPUs."""
-    tp, pp, ep = degrees["tp"], degrees["pp"], degrees["ep"]
+def make_layout(
+    model: Model, gpus: int, degrees: Mapping[str, int | None], sharding: Sharding
+) -> Layout:
+    """Return the layout of a model on so many GPUs; data parallelism is what the other degrees leave, if it is not
+    given. Raises ConfigError with the nearest that works if it does not divide the model or the GPUs."""
+    tp, pp, cp, ep = (degrees[name] or 1 for name in ("tp", "pp", "cp", "ep"))
     _check_divides("tp", tp, model.heads, "attention heads")
     if model.layers and pp > (most := len(model.layers)):
         raise ConfigError(f"pp {pp}: {model.name} has {most} layers; the nearest: --pp {most}")
     if ep > 1 and not model.experts:
         raise ConfigError(f"ep {ep}: {model.name} has no experts; leave --ep out")
     _check_divides("ep", ep, model.experts, "experts")
-    inner = tp * pp * degrees["cp"]
-    if gpus % inner:
-        near = inner * max(1, round(gpus / inner))
+    inner = tp * pp * cp
+    dp = degrees["dp"] or max(1, round(gpus / inner))
+    layout = Layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sharding=sharding)
+    if layout.ranks != gpus:
         raise ConfigError(
-            f"tp {tp} x pp {pp} x cp {degrees['cp']} does not divide {gpus} GPUs; the nearest that it divides: --gpus "
-            f"{near}"
+            f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs into {degrees['dp'] or 'equal'} replicas; the "
+            f"nearest that works: --gpus {layout.ranks}"
         )
-    layout = Layout(**degrees, dp=gpus // inner, sharding=sharding)
     _check_divides("ep", ep, layout.replicas, "data- and context-parallel ranks")
     return layout
 

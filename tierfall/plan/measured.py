@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -56,14 +55,7 @@ class Measured:
         if best.ettr - now < GAIN_MIN:
             change = f"no other interval gains {GAIN_MIN:.1%}"
         yield f"a save comes every {format_duration(now_s)}, ETTR {now:.2%}: {change}"
-        for tier in plan.tiers:
-            copy_s, due_s = plan.copy_s(tier), now_s * tier.rules.flush_every
-            if tier.name in self.copy_s:
-                change = f"falls behind: set its flush: {{every: {math.ceil(copy_s / now_s)}}}"
-                yield (
-                    f"{tier.name} takes {format_duration(copy_s)} for a copy, and gets one every "
-                    f"{format_duration(due_s)}: it {change if copy_s > due_s else 'keeps up'}"
-                )
+        yield from replace(plan, every_given_s=now_s).faults()
 
 
 def read_events(folder: Path) -> Measured:
