@@ -147,7 +147,7 @@ def test_a_chain_that_cannot_keep_up_is_a_problem_and_what_is_proposed_works() -
     answer = run(["plan", *words, *S3, "--json"])
     assert answer.code == 1
     (problem,) = answer.document["problems"]
-    assert "s3 cannot keep up: a copy takes 39.2 s, and one comes every 10 s" in problem
+    assert "s3 cannot keep up with a save every 10 s: a copy takes 39.2 s" in problem
     assert "--every 40s, or --tier s3:every=4, or --tier s3:write=9800MB/s" in problem
     planned(*words[:-1], "40s", *S3)
     planned(*words, "--tier", "s3:every=4")
@@ -160,6 +160,16 @@ def test_the_link_of_a_node_is_not_blamed_on_a_tier() -> None:
     answer = run(["plan", *words, "--every", "10s"])
     assert "a copy takes 1 min 38 s" in answer.err
     assert answer.err.endswith("works: --every 98s, or --tier s3:every=10\n")
+
+
+def test_host_memory_that_is_slower_than_every_tier_is_named() -> None:
+    words = ("7B", "--copy-rate", "1GB/s", "--step-time", "1s", "--tier", "lustre")
+    answer = run(["plan", *words, "--every", "10s"])
+    assert "host cannot keep up with a save every 10 s: a copy takes 12.2 s" in answer.err
+    assert answer.err.endswith("works: --every 13s, or --copy-rate 1225MB/s\n")
+    planned(*words, "--every", "13s")
+    found = planned(*words, "--overhead", "99%")
+    assert found["bottlenecks"][0].startswith("host limits the interval")
 
 
 def test_a_loss_that_leaves_nothing_is_named() -> None:

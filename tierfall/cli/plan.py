@@ -245,18 +245,18 @@ def to_document(made: Plan, asked: Asked) -> dict[str, Any]:
         "checkpoint_bytes": made.checkpoint_bytes,
         "layout": members(made.layout, "tp", "pp", "cp", "dp", "ep", "sharding"),
         "bytes_by_rank": [{"bytes": size, "ranks": n} for size, n in made.sizes.counts],
-        "writers": [members(part) for part in made.sizes.parts],
+        "writers": made.sizes.parts,
         "node_bytes": made.node_bytes,
         "host_memory_bytes": made.host_bytes,
         "step_s": made.step_s,
         "every_s": made.every_s,
         "blocking_s": made.blocking_s,
         "intervals": {
-            each.name: each.every_s
+            each["name"]: each["every_s"]
             for each in made.cadences
-            if each.name in ("young", "daly", "checkfreq", "pccheck")
+            if each["name"] in ("young", "daly", "checkfreq", "pccheck")
         },
-        "cadences": [members(each) for each in made.cadences],
+        "cadences": made.cadences,
         "ettr": made.ettr_at(made.every_s),
         "lost": made.shares_at(made.every_s),
         "tiers": made.tier_answers,

@@ -49,7 +49,7 @@ def tiers_of(
         shared, is_peer = is_shared(tier), isinstance(tier, PeerTierConfig)
         base = known["peers" if is_peer else "store" if shared else "nvme"]
         copies = config.peer_copies.get(tier.name, 1)
-        made = replace(base, rules=rules[tier.name], shared=shared, place="", copies=copies)
+        made = replace(base, rules=rules[tier.name], shared=shared, copies=copies)
         ranks = cluster.gpus if shared else cluster.ranks_per_node
         limit = (tier.bandwidth_bytes_per_s or math.inf) * ranks * copies
         limit = min(limit, made.write_bytes_per_s * (tier.bandwidth_share or 1))
@@ -89,11 +89,10 @@ def _section(plan: Plan, tier: PlanTier) -> str:
     at = plan.tiers.index(tier) + 1  # after host memory
     answer, kept = plan.tier_answers[at], max(1, plan.steady[at].kept)
     size, copy_s = cell(answer["capacity_bytes"], format_size), format_duration(answer["copy_s"])
-    place = json.dumps(tier.place or f"/{tier.name}/checkpoints")
     keys = {
         TierKind.PEER: [f"copies: {tier.copies}"],
-        TierKind.FILE: [f"path: {place}", f"shared: {str(tier.shared).lower()}"],
-        TierKind.OBJECT: [f"url: {json.dumps(tier.place or 's3://bucket/checkpoints')}"],
+        TierKind.FILE: [f"path: /{tier.name}/checkpoints", f"shared: {str(tier.shared).lower()}"],
+        TierKind.OBJECT: ["url: s3://bucket/checkpoints"],
     }[tier.kind]
     keys.append(f"flush: {{every: {tier.rules.flush_every}}}  # a copy takes {copy_s}")
     if tier.kind is not TierKind.PEER:

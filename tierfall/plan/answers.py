@@ -44,16 +44,6 @@ HELPS = {
 """What takes time from training, and what would help."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cadence:
-    """An interval between saves by one method, the effective training time ratio with it, and the reason."""
-
-    name: str
-    every_s: float
-    ettr: float
-    why: str
-
-
 class Source(NamedTuple):
     """A tier that a restore may read: it gets one of ``saves`` checkpoints, ``durable_s`` after its save. ``alone_s``:
     a restore after the loss of one node (None: as any)."""
@@ -152,8 +142,11 @@ class Plan:
         """How long the copy to host memory takes."""
         return self.image_bytes / self.cluster.copy_bytes_per_s
 
-    def copy_s(self, tier: PlanTier) -> float:
-        """How long a copy to a tier takes: its rate, or the link of the node that writes most, decides."""
+    def copy_s(self, tier: PlanTier | None) -> float:
+        """How long a copy to a tier (None: host memory) takes: its rate, or the link of the node that writes most,
+        decides."""
+        if tier is None:
+            return self.capture_s
         if not tier.shared:
             return self.node_bytes * tier.copies / tier.write_bytes_per_s
         of_link = self.node_bytes / self.cluster.link_bytes_per_s
@@ -164,19 +157,38 @@ class Plan:
         at_rate_s = self.checkpoint_bytes / tier.write_bytes_per_s
         return tier.shared and self.copy_s(tier) > 1.01 * at_rate_s
 
-    def durable_s(self, tier: PlanTier) -> float:
+    def durable_s(self, tier: PlanTier | None) -> float:
         """From the save to its commit: a copy follows the capture."""
         return max(self.capture_s, self.copy_s(tier))
 
+    def _needs_s(self, tier: PlanTier | None) -> float:
+        """The shortest interval with which a tier keeps up."""
+        return self.copy_s(tier) / (tier.rules.flush_every if tier else 1)
+
     @cached_property
-    def slowest(self) -> PlanTier:
-        """The tier that needs the longest interval."""
-        return max(self.tiers, key=lambda tier: self.copy_s(tier) / tier.rules.flush_every)
+    def slowest(self) -> PlanTier | None:
+        """The tier that needs the longest interval; None: host memory."""
+        return max((None, *self.tiers), key=self._needs_s)
+
+    @property
+    def _slowest_name(self) -> str:
+        return self.slowest.name if self.slowest else "host"
 
     @cached_property
     def drain_s(self) -> float:
         """The shortest interval with which host memory and every tier keep up."""
-        return max(self.capture_s, self.copy_s(self.slowest) / self.slowest.rules.flush_every)
+        return self._needs_s(self.slowest)
+
+    def _keeps_up_by(self, every_s: float) -> str:
+        """Return the options by which the slowest tier keeps up with an interval."""
+        tier, least_s = self.slowest, self.drain_s
+        if tier is None:
+            return f"--copy-rate {math.ceil(self.image_bytes / every_s / 1e6)}MB/s"
+        wants = f"--tier {tier.name}:every={math.ceil(self.copy_s(tier) / every_s)}"
+        if not self.waits_for_link(tier):
+            rate = math.ceil(tier.write_bytes_per_s * least_s / every_s / 1e6)
+            wants += f", or --tier {tier.name}:write={rate}MB/s"
+        return wants
 
     def held_s(self, every_s: float) -> float:
         """How long the training thread waits for a save."""
@@ -334,8 +346,13 @@ class Plan:
         return self.wanted_s if given else max(self.wanted_s, self._least_s)
 
     @cached_property
-    def cadences(self) -> tuple[Cadence, ...]:
-        """The interval by each method, and the one that is chosen."""
+    def best_s(self) -> float:
+        """The interval of the best ETTR with which every tier keeps up."""
+        return max(self._in_steps(self._best_s), self._least_s)
+
+    @cached_property
+    def cadences(self) -> list[dict[str, Any]]:
+        """The interval by each method, and the one that is chosen, as docs/json.md has them."""
         cost_s, mtbf_s, step_s = self._cost_s, self.cluster.mtbf_s[LossClass.PROCESS], self.step_s
         budget = self.overhead or CHECKFREQ_OVERHEAD
         frequent = formulas.checkfreq_steps(self.drain_s, SAVE_S, step_s)
@@ -346,25 +363,25 @@ class Plan:
         kept_up = formulas.pccheck_steps(images * self.drain_s, images, slowdown, step_s)
         availability = formulas.availability_s(cost_s, mtbf_s, self.cluster.restart_s)
         within = f"one save is through before the next, within {format_share(budget)}"
-        best_s = max(self._in_steps(self._best_s), self._least_s)
         rows = (
             ("young", formulas.young_s(cost_s, mtbf_s), "sqrt(2 C M)"),
             ("daly", formulas.daly_s(cost_s, mtbf_s), "the same to higher order"),
             ("availability", availability, "the least time without training"),
             ("checkfreq", frequent * step_s, within),
             ("pccheck", kept_up * step_s, f"{images} images in flight keep up"),
-            ("best", best_s, "the best ETTR with which every tier keeps up"),
+            ("best", self.best_s, "the best ETTR with which every tier keeps up"),
             ("chosen", self.every_s, self._why_chosen()),
         )
-        return tuple(
-            Cadence(name, every_s, self.ettr_at(every_s), why) for name, every_s, why in rows
-        )
+        return [
+            {"name": name, "every_s": every_s, "ettr": self.ettr_at(every_s), "why": why}
+            for name, every_s, why in rows
+        ]
 
     def _why_chosen(self) -> str:
         if self.every_given_s is not None:
             return "as given"
         if self.every_s > self.wanted_s:
-            return f"{self.slowest.name} keeps up with no shorter one"
+            return f"{self._slowest_name} keeps up with no shorter one"
         if self.overhead is not None:
             return f"saves lengthen training by {format_share(self.overhead)} at most"
         return "the best ETTR"
@@ -398,10 +415,10 @@ class Plan:
         return [*map(self._answer, self.steady, (None, *self.tiers))]
 
     def _answer(self, steady: SteadyTier, tier: PlanTier | None) -> dict[str, Any]:
-        copied, copy_s, places = self.checkpoint_bytes, self.capture_s, self.cluster.gpus
+        copied, copy_s, places = self.checkpoint_bytes, self.copy_s(tier), self.cluster.gpus
         limit = "the copy from a GPU"
         if tier is not None:
-            copied, copy_s = copied * tier.copies, self.copy_s(tier)
+            copied *= tier.copies
             places = tier.copies * (1 if tier.shared else self.cluster.nodes)
             limit = "the link of one node" if self.waits_for_link(tier) else "its rate"
         return {
@@ -413,7 +430,7 @@ class Plan:
             "required_bytes_per_s": copied / steady.every_s,
             "available_bytes_per_s": copied / copy_s,
             "copy_s": copy_s,
-            "durable_s": max(self.capture_s, copy_s),
+            "durable_s": self.durable_s(tier),
             "capacity_bytes": steady.bytes_max and steady.bytes_max * places,
             "restore_s": self.restore_from_s(tier),
             "limited_by": limit,
@@ -433,16 +450,12 @@ class Plan:
 
     def faults(self) -> Iterator[str]:
         """Yield what does not work: a chain that cannot keep up, failures that leave no time to train."""
-        tier, copy_s = self.slowest, self.copy_s(self.slowest)
-        if (due_s := self.every_s * tier.rules.flush_every) < copy_s * (1 - 1e-9):
-            wants = f"--every {math.ceil(self._least_s)}s, or --tier {tier.name}:every="
-            wants += str(math.ceil(copy_s / self.every_s))
-            if not self.waits_for_link(tier):
-                rate = math.ceil(tier.write_bytes_per_s * copy_s / due_s / 1e6)
-                wants += f", or --tier {tier.name}:write={rate}MB/s"
+        least_s, every_s = self.drain_s, self.every_s
+        if every_s < least_s * (1 - 1e-9):
             yield (
-                f"{tier.name} cannot keep up: a copy takes {format_duration(copy_s)}, and one comes every "
-                f"{format_duration(due_s)}; the nearest that works: {wants}"
+                f"{self._slowest_name} cannot keep up with a save every {format_duration(every_s)}: a copy takes "
+                f"{format_duration(self.copy_s(self.slowest))}; the nearest that works: --every "
+                f"{math.ceil(self._least_s)}s, or {self._keeps_up_by(every_s)}"
             )
         if not self.ettr_at(self.every_s):
             mtbf_s = self.cluster.mtbf_s[LossClass.PROCESS]
@@ -455,15 +468,11 @@ class Plan:
 
     def bottlenecks(self) -> Iterator[str]:
         """Yield what limits this plan, and what would remove it; what takes the most time last."""
-        tier = self.slowest
-        copy_s, wanted_s = self.copy_s(tier), self.wanted_s
-        if self.every_s > wanted_s:
-            copied = self.checkpoint_bytes * tier.copies
-            needed = format_rate(copied / wanted_s / tier.rules.flush_every)
+        if self.every_s > self.wanted_s:
             yield (
-                f"{tier.name} limits the interval: a copy takes {format_duration(copy_s)}, and a save every "
-                f"{format_duration(wanted_s)} would be better. {needed} in place of {format_rate(copied / copy_s)}, or "
-                f"every={math.ceil(copy_s / wanted_s)} for it, removes that"
+                f"{self._slowest_name} limits the interval: a copy takes "
+                f"{format_duration(self.copy_s(self.slowest))}, and a save every {format_duration(self.wanted_s)} "
+                f"would be better: {self._keeps_up_by(self.wanted_s)}"
             )
         if (wait_s := self.capture_s - self.window_s) > 0 and self.lazy:
             rate = self.image_bytes / self.window_s

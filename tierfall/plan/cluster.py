@@ -32,7 +32,7 @@ GIVEN = "as given"
 class PlanTier:
     """A tier, by the rules that the policies know. ``shared``: all nodes see it, and the rates are of all nodes
     together; else of one node. ``copies``: how many other nodes keep an image (peer memory). ``source`` is where the
-    rates are from, ``place`` the folder or address."""
+    rates are from."""
 
     rules: TierRules
     shared: bool
@@ -40,7 +40,6 @@ class PlanTier:
     read_bytes_per_s: float
     copies: int = 1
     source: str = GIVEN
-    place: str = ""
 
     @property
     def name(self) -> str:
@@ -120,32 +119,28 @@ def presets(gpus: int, link_bytes_per_s: float) -> dict[str, PlanTier]:
     store, link = TECTONIC_BYTES_PER_S * gpus / LLAMA_GPUS, link_bytes_per_s
     meta = "Tectonic at Llama 3 405B: 2 TB/s sustained for 16,384 GPUs, taken in proportion"
     polaris, gemini = "Polaris (DataStates-LLM, HPDC'24)", "20 Gbit/s in all (Gemini, SOSP'23)"
-    local, bucket = "/local/checkpoints", "s3://bucket/checkpoints"
     file, object = TierKind.FILE, TierKind.OBJECT
     rows = (
-        ("peers", TierKind.PEER, False, link, link, "the link of a node", ""),
-        ("nvme", file, False, 5e9, 10e9, "4 drives of PCIe Gen4", local),
-        ("nvme-gen5", file, False, 26e9, 48e9, "8 drives of PCIe Gen5", local),
-        ("lustre", file, True, 650e9, 650e9, polaris, "/lustre/checkpoints"),
-        ("store", object, True, store, store, meta, bucket),
-        ("s3", object, True, 2.5e9, 2.5e9, gemini, bucket),
+        ("peers", TierKind.PEER, False, link, link, "the link of a node"),
+        ("nvme", file, False, 5e9, 10e9, "4 drives of PCIe Gen4"),
+        ("nvme-gen5", file, False, 26e9, 48e9, "8 drives of PCIe Gen5"),
+        ("lustre", file, True, 650e9, 650e9, polaris),
+        ("store", object, True, store, store, meta),
+        ("s3", object, True, 2.5e9, 2.5e9, gemini),
     )
-    return {
-        name: PlanTier(
-            rules=TierRules(
-                name=name,
-                kind=kind,
-                survives=survives(kind, shared=shared),
-                retain=keep_last(1 if kind is TierKind.PEER else KEPT),
-            ),
+    found = {}
+    for name, kind, shared, write, read, source in rows:
+        kept = keep_last(1 if kind is TierKind.PEER else KEPT)
+        survived = survives(kind, shared=shared)
+        rules = TierRules(name=name, kind=kind, survives=survived, retain=kept)
+        found[name] = PlanTier(
+            rules=rules,
             shared=shared,
             write_bytes_per_s=write,
             read_bytes_per_s=read,
             source=source,
-            place=place,
         )
-        for name, kind, shared, write, read, source, place in rows
-    }
+    return found
 
 
 def _count(text: str) -> int:

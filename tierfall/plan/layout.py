@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from tierfall.core.types.errors import ConfigError
 from tierfall.plan.models import Block, Model
@@ -141,24 +142,14 @@ def _check_divides(name: str, size: int, whole: int, what: str) -> None:
 # Bytes -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The part of a checkpoint that so many ranks write: its bytes, the most that one of them writes, and why these."""
-
-    part: str
-    ranks: int
-    bytes: int
-    bytes_max: int
-    why: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """Bytes of a checkpoint by rank: ``written`` is a rank's image, ``held`` what a restore has to fill there."""
+    """Bytes of a checkpoint by rank: ``written`` is a rank's image, ``held`` what a restore has to fill there;
+    ``parts`` are who writes what, as docs/json.md has it."""
 
     written: Sequence[int]
     held: Sequence[int]
-    parts: tuple[Written, ...] = ()
+    parts: Sequence[Mapping[str, Any]] = ()
 
     @property
     def counts(self) -> list[tuple[int, int]]:
@@ -219,14 +210,15 @@ def rank_bytes(
     if any(optimizer):
         parts.append(_part("optimizer", optimizer, layout, layout.sharding is not Sharding.NONE))
     written = [sum(both) for both in zip(weights, optimizer, strict=True)]
-    return RankBytes(written=written, held=held, parts=tuple(parts))
+    return RankBytes(written=written, held=held, parts=parts)
 
 
-def _part(name: str, sizes: list[int], layout: Layout, divided: bool) -> Written:
+def _part(name: str, sizes: list[int], layout: Layout, divided: bool) -> dict[str, Any]:
     writing = sum(size > 0 for size in sizes)
     why = f"{layout.replicas} ranks hold the same: each writes a part of it, once"
     if divided or layout.replicas == 1:
         why = f"each has a part of its own ({layout.sharding})"
     elif writing < len(sizes):
         why = f"{layout.replicas} ranks hold the same: the first writes it"
-    return Written(name, writing, sum(sizes), max(sizes), why)
+    found = {"part": name, "ranks": writing, "why": why}
+    return found | {"bytes": sum(sizes), "bytes_max": max(sizes)}

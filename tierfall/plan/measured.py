@@ -49,10 +49,9 @@ class Measured:
     def changes(self, plan: Plan) -> Iterator[str]:
         """Yield what to change, by what was measured."""
         now_s = self.every_s or plan.every_s
-        best = next(each for each in plan.cadences if each.name == "best")
-        now, steps = plan.ettr_at(now_s), max(1, round(best.every_s / plan.step_s))
-        change = f"set interval: {{every: {steps}}} ({format_duration(best.every_s)}), which gives {best.ettr:.2%}"
-        if best.ettr - now < GAIN_MIN:
+        now, best, steps = plan.ettr_at(now_s), plan.ettr_at(plan.best_s), plan.best_s / plan.step_s
+        change = f"set interval: {{every: {steps:.0f}}} ({format_duration(plan.best_s)}), which gives {best:.2%}"
+        if best - now < GAIN_MIN:
             change = f"no other interval gains {GAIN_MIN:.1%}"
         yield f"a save comes every {format_duration(now_s)}, ETTR {now:.2%}: {change}"
         yield from replace(plan, every_given_s=now_s).faults()

@@ -251,7 +251,15 @@ def find_model(text: str) -> Model:
     path = Path(text).expanduser()
     if path.suffix == ".json" or path.exists():
         path = path / "config.json" if path.is_dir() else path
-        return count_parameters(_read(path), where=str(path))
+        try:
+            values: Any = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; expected a config.json") from error
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: is no JSON object; expected a config.json")
+        return count_parameters(values, where=str(path))
     if _PARAMETERS.fullmatch(text.strip()):
         count = Block(parse_parameters(text))
         return Model(name=text.strip(), head=count)
@@ -259,15 +267,3 @@ def find_model(text: str) -> Model:
         f"{text!r} is no model; expected one of {', '.join(PRESETS)}, the path of a config.json, or a number of "
         f"parameters such as 7B{hint_at(text, PRESETS)}"
     )
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; expected a config.json") from error
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: is no JSON object; expected a config.json")
-    return values

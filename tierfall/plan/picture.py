@@ -25,7 +25,16 @@ def draw(plan: Plan) -> Figure:
         above.plot(times, [chain.ettr_at(every_s) for every_s in times], label=name)
     above.axvline(plan.every_s, color="#444444", linestyle="--", label="chosen")
     above.set(xscale="log", xlabel="seconds between saves", ylabel="ETTR")
-    scaled = [_at(plan, factor) for factor in FACTORS]
+    # The size of a checkpoint stays, and so does the time of a step, as the batch grows with the cluster.
+    scaled = [
+        replace(
+            plan,
+            cluster=replace(
+                plan.cluster, mtbf_s={k: s / factor for k, s in plan.cluster.mtbf_s.items()}
+            ),
+        )
+        for factor in FACTORS
+    ]
     gpus = [plan.cluster.gpus * factor for factor in FACTORS]
     for index, tier in enumerate(plan.tier_answers):
         rates = [one.tier_answers[index]["required_bytes_per_s"] / 1e9 for one in scaled]
@@ -34,10 +43,3 @@ def draw(plan: Plan) -> Figure:
     for axes in (above, below):
         axes.legend(frameon=False)
     return figure
-
-
-def _at(plan: Plan, factor: float) -> Plan:
-    """Return a plan for the failures of another number of GPUs, each of which fails as often: the size of a checkpoint
-    stays, and so does the time of a step, as the batch grows with the cluster."""
-    mtbf = {lost: seconds / factor for lost, seconds in plan.cluster.mtbf_s.items()}
-    return replace(plan, cluster=replace(plan.cluster, mtbf_s=mtbf))
