@@ -184,6 +184,8 @@ def test_failures_that_leave_no_time_are_a_problem() -> None:
     assert "no time is left to train: a failure comes every 4 min 00 s" in answer.err
 
 
+QWEN = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 100}
+QWEN |= {"num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 8}
 HUGE = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 10**9}
 
 
@@ -197,6 +199,8 @@ def test_an_architecture_that_is_unknown_or_damaged_is_refused(tmp_path: Path) -
             json.dumps({"model_type": "llama", **HUGE}),
             "layers, experts: .* expected 1 to 1,000,000",
         ),
+        (json.dumps({**QWEN, "mlp_only_layers": 5}), "mlp_only_layers, decoder_sparse_step: 5, 1"),
+        (json.dumps({**QWEN, "decoder_sparse_step": 0}), "decoder_sparse_step: .*, 0"),
         ("[1]", "is no JSON object"),
         ("{", "is no JSON object"),
     ):
@@ -365,7 +369,8 @@ def test_what_a_run_has_measured_replaces_what_is_assumed(tmp_path: Path) -> Non
     hour_s = 3600 + events[-1]["wall_time_s"] - events[0]["wall_time_s"]
     killed = [{**line, "wall_time_s": line["wall_time_s"] - hour_s} for line in events[:-1]]
     log.rename(tmp_path / "events.jsonl.1")
-    log.write_text("".join(json.dumps(line) + "\n" for line in killed) + '{"cut off')
+    foreign = {**killed[0], "wall_time_s": None}  # of another program
+    log.write_text("".join(json.dumps(line) + "\n" for line in [*killed, foreign]) + '{"cut off')
     found = run(["plan", "--from-run", str(tmp_path), "--json"]).document
     assert found["parameters"] is None
     assert 1 << 20 < found["checkpoint_bytes"] < 1.2 * (1 << 20)

@@ -267,6 +267,7 @@ def to_document(made: Plan, asked: Asked) -> dict[str, Any]:
                 "tier": left.name,
                 "durable_s": left.durable_s,
                 "saves": left.saves,
+                "again_s": left.durable_s + made.every_s * left.saves / 2,
                 "restore_s": left.restore_after(lost),
             }
             for lost, left in made.recoveries.items()
@@ -341,20 +342,17 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
         "",
         _listed("tiers", document),
         f"a restore from {made.tiers[-1].name}: {times['per_rank']} if each rank reads all that it holds, "
-        f"{times['read_once']} if each byte is read once",
-        f"a restore after the loss of one node: {times['hierarchical']}, if each node reads the fastest tier that it "
-        "has left",
+        f"{times['read_once']} if each byte is read once; after the loss of one node: {times['hierarchical']}",
         "",
     )
+    nothing = {"tier": "nothing", "again_s": None, "restore_s": None}
     losses = [
         {
             "lost": lost,
-            "comes_every_s": made.cluster.mtbf_s.get(lost),
-            "tier": left.name if left else "nothing",
-            "again_s": left and left.durable_s + every_s * left.saves / 2,
-            "restore_s": left and left.restore_after(lost),
+            "comes_every_s": made.cluster.mtbf_s.get(LossClass(lost)),
+            **(left or nothing),
         }
-        for lost, left in made.recoveries.items()
+        for lost, left in document["survives"].items()
     ]
     yield _listed("losses", {"losses": losses})
     if made.peer_chances:

@@ -102,5 +102,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for text in path.read_text(errors="replace").splitlines():
         with suppress(ValueError):
             line = json.loads(text)
-            if isinstance(line, dict) and {"run", "rank", "kind", "wall_time_s"} <= line.keys():
+            known = isinstance(line, dict) and {"run", "rank", "kind"} <= line.keys()
+            if known and isinstance(line.get("wall_time_s"), float):
                 yield line

@@ -144,7 +144,11 @@ def _mixtral(c: _Keys, index: int) -> Block:
 
 def _qwen3_moe(c: _Keys, index: int) -> Block:
     every = c.number("decoder_sparse_step", default=1)
-    if index in (c.values.get("mlp_only_layers") or []) or (index + 1) % every:
+    dense = c.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not every:
+        what = f"mlp_only_layers, decoder_sparse_step: {dense}, {every}"
+        raise ConfigError(f"{c.where}: {what}; expected a list, and 1 or more")
+    if index in dense or (index + 1) % every:
         return _dense(of_head=True)(c, index)
     biased, experts = bool(c.values.get("attention_bias")), c.experts
     routed = Block(whole=experts * c.hidden, experts=experts * c.gated("moe_intermediate_size"))
@@ -252,14 +256,14 @@ def find_model(text: str) -> Model:
     if path.suffix == ".json" or path.exists():
         path = path / "config.json" if path.is_dir() else path
         try:
-            values: Any = json.loads(path.read_bytes())
+            read: Any = json.loads(path.read_bytes())
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; expected a config.json") from error
         except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
+            read = None
+        if not isinstance(read, dict):
             raise ConfigError(f"{path}: is no JSON object; expected a config.json")
-        return count_parameters(values, where=str(path))
+        return count_parameters(read, where=str(path))
     if _PARAMETERS.fullmatch(text.strip()):
         count = Block(parse_parameters(text))
         return Model(name=text.strip(), head=count)
