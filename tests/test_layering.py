@@ -77,10 +77,10 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_080,
     ("tierfall/ops",): 4_412,
     ("tierfall/telemetry",): 1_947,
-    ("tierfall/cli",): 4_307,
+    ("tierfall/cli",): 4_309,
     ("tierfall/integrations",): 2_933,
     ("tierfall/imports", "tierfall/export"): 2_753,
-    ("tierfall/plan",): 1_700,
+    ("tierfall/plan",): 1_688,
     ("tierfall/demo",): 620,
     ("tierfall", "core"): 488,
 }

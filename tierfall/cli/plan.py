@@ -331,6 +331,8 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
     held_s, cost_s = made.held_s(every_s), made.blocking_s
     every = f"{format_duration(every_s)} ({made.steps:,} x {format_duration(made.step_s)})"
     times = {name: format_duration(seconds) for name, seconds in made.restore_s.items()}
+    alone = f"; after the loss of one node: {times['hierarchical']}"
+    alone = alone if made.recoveries[LossClass.NODE] else ""
     yield from (
         f"images: {', '.join(images[:IMAGES_SHOWN])}{more}; a node writes {format_size(made.node_bytes)} at most",
         f"memory of a node: {kept}: {format_size(made.host_bytes)}",
@@ -342,7 +344,7 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
         "",
         _listed("tiers", document),
         f"a restore from {made.tiers[-1].name}: {times['per_rank']} if each rank reads all that it holds, "
-        f"{times['read_once']} if each byte is read once; after the loss of one node: {times['hierarchical']}",
+        f"{times['read_once']} if each byte is read once{alone}",
         "",
     )
     nothing = {"tier": "nothing", "again_s": None, "restore_s": None}

@@ -244,22 +244,18 @@ class Plan:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """What a restore may read: host memory, and each tier."""
-        host = Source("host", LossClass.PROCESS, self.capture_s, 1, self.restore_from_s(None))
-        after_node = self.surviving(LossClass.NODE)
-        return (
-            host,
-            *(
-                Source(
-                    tier.name,
-                    tier.rules.survives,
-                    self.durable_s(tier),
-                    tier.rules.flush_every,
-                    self.restore_from_s(tier),
-                    self.restore_s["hierarchical"] if tier is after_node else None,
-                )
-                for tier in self.tiers
-            ),
-        )
+        found = [Source("host", LossClass.PROCESS, self.capture_s, 1, self.restore_from_s(None))]
+        for tier in self.tiers:
+            alone = tier is self.surviving(LossClass.NODE)
+            alone_s = self.restore_s["hierarchical"] if alone else None
+            rules, durable_s, restore_s = (
+                tier.rules,
+                self.durable_s(tier),
+                self.restore_from_s(tier),
+            )
+            source = (tier.name, rules.survives, durable_s, rules.flush_every, restore_s, alone_s)
+            found.append(Source(*source))
+        return tuple(found)
 
     @cached_property
     def recoveries(self) -> dict[LossClass, Source | None]:
@@ -272,23 +268,15 @@ class Plan:
     @cached_property
     def _failures(self) -> list[tuple[float, Source, float]]:
         """Of each loss that leaves something its rate, what it leaves, and how long that restore takes."""
-        rates = self.cluster.failures_per_s
-        return [
-            (rates[lost], left, left.restore_after(lost))
-            for lost, left in self.recoveries.items()
-            if left is not None
-        ]
+        rates, left = self.cluster.failures_per_s, self.recoveries.items()
+        return [(rates[lost], each, each.restore_after(lost)) for lost, each in left if each]
 
     def ettr_at(self, every_s: float) -> float:
         """Return the effective training time ratio with an interval."""
-        losses = [
-            (
-                rate,
-                self.cluster.restart_s
-                + formulas.wasted_s(left.durable_s, every_s * left.saves, restore_s),
-            )
-            for rate, left, restore_s in self._failures
-        ]
+        losses = []
+        for rate, left, restore_s in self._failures:
+            lost_s = formulas.wasted_s(left.durable_s, every_s * left.saves, restore_s)
+            losses.append((rate, self.cluster.restart_s + lost_s))
         return formulas.ettr(self.cost_s(every_s), every_s, losses)
 
     def shares_at(self, every_s: float) -> dict[str, float]:
@@ -486,8 +474,8 @@ class Plan:
                 f"host memory has room for one image of a rank: a save waits until the one before it is flushed. "
                 f"{format_size(self.memory_for(HOST_IMAGES))} of memory in each node remove that"
             )
-        for lost in LOSS_CLASSES:
-            if self.recoveries[lost] is None:
+        for lost, left in self.recoveries.items():
+            if left is None:
                 helps = (
                     "an object store" if lost is LossClass.SITE else "a tier that all nodes share"
                 )
