@@ -69,7 +69,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_953,
     ("core/restore", "core/load", "core/copies"): 7_418,
     ("core/compression",): 360,
-    ("core/flush",): 7_237,
+    ("core/flush",): 7_239,
     ("policies",): 2_254,
     ("backends",): 5_748,
     ("tiers",): 4_661,

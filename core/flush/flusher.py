@@ -75,6 +75,8 @@ ARRIVALS_BEFORE_SET_ASIDE = 8
 ROOM_S = 1.0
 """A rank that found no space waits so many seconds, then twice as many: its leader has probably made rank 0's deletion,
 too, by then."""
+ASK_AGAIN_S = 4.0
+"""It asks rank 0 again so many seconds after it has asked: rank 0 makes no room while a deletion is in progress."""
 OLDER_OWED_MAX = 64
 """A commit record names at most so many older checkpoints that are still owed, the newest."""
 DURABLE_REMEMBERED = 1024
@@ -228,7 +230,7 @@ class Flusher(Component):
         if lane.room_tries and wait_s < self._ledger.longest_wait_s:
             lane.room_tries += 1
         else:
-            lane.room_tries, wait_s = 0, self._ledger.longest_wait_s
+            lane.room_tries, wait_s = 0, min(ASK_AGAIN_S, self._ledger.longest_wait_s)
             self._conditions.report(
                 lane.tier, logging.WARNING,
                 "flush of %s to %s found no space, rank 0 is asked to make some: %s",

@@ -135,6 +135,44 @@ def test_one_copy_goes_where_the_disk_of_another_node_than_rank_0s_is_full(
         assert not rank.coordinator.busy()
 
 
+def test_rank_0_is_asked_again_soon_if_it_was_deleting_when_it_was_asked_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Many((0, 1), [file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True)])
+    for step in (1, 2):
+        for rank in run.ranks:
+            rank.save(step)
+        run.settle()
+    last, flusher = run.ranks[-1], run.ranks[0].coordinator.flusher
+    deleter = run.ranks[0].coordinator.deleter
+    last.troubles[NODE_TIER].strike(FULL)
+    note_full, began_s = flusher._note_full, run.now_s
+
+    def is_deleting_at_first(*full: Any) -> None:
+        note_full(*full)
+        deleting = iter([True])
+        monkeypatch.setattr(deleter, "is_deleting", lambda tier: next(deleting, False))
+        monkeypatch.setattr(flusher, "_note_full", note_full)
+
+    monkeypatch.setattr(flusher, "_note_full", is_deleting_at_first)
+
+    def free_some(rank: Rank, task: Task) -> None:
+        if isinstance(task, DeleteCopy) and rank.node == last.node:
+            last.troubles[NODE_TIER].stop()
+
+    run.ran = free_some
+    for rank in run.ranks:
+        rank.save(3)
+    there_s: list[float] = []
+
+    def look() -> None:
+        if 3 in {id.step for id in run.committed(NODE_TIER)}:
+            there_s.append(run.now_s - began_s)
+
+    run.settle(after_each=look)
+    assert there_s[0] < 20
+
+
 def test_a_copy_that_no_room_can_be_made_for_on_another_node_is_given_up_by_all() -> None:
     run = Many((0, 1), [file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True)])
     run.ranks[1].troubles[NODE_TIER].strike(FULL)
