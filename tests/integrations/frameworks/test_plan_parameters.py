@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tierfall.plan.models import FAMILIES, PRESETS, find_model
+
+transformers: Any = pytest.importorskip("transformers")
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -46,7 +47,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 def made(config: Any) -> int:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -54,7 +55,7 @@ def made(config: Any) -> int:
 def test_an_architecture_has_as_many_parameters(kind: str, tmp_path: Path) -> None:
     """By the file that transformers writes."""
     given = {**(SMALL if kind != "gpt2" else {"vocab_size": 500}), **OWN.get(kind, {})}
-    config = AutoConfig.for_model(kind, **given)
+    config = transformers.AutoConfig.for_model(kind, **given)
     config.save_pretrained(tmp_path)
     assert find_model(str(tmp_path)).parameters == made(config)
 
@@ -75,5 +76,7 @@ def test_a_preset_has_as_many_parameters(name: str) -> None:
             "vocab_size": vocabulary,
             **more,
         }
-    config = AutoConfig.for_model(kind, **{"tie_word_embeddings": kind == "gpt2", **given})
+    config = transformers.AutoConfig.for_model(
+        kind, **{"tie_word_embeddings": kind == "gpt2", **given}
+    )
     assert find_model(name).parameters == made(config)
