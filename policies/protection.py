@@ -40,7 +40,7 @@ def reason_to_keep(
     if reason := reason_to_keep_start(view, checkpoint, tier):
         return reason
     if lost := newest_of(view, checkpoint, tier, gone, for_room=for_room):
-        newer = (gone_bad(c, checkpoint) for c in view.live if may_replace(checkpoint, c))
+        newer = filter(None, (gone_bad(other, checkpoint) for other in view.live))
         without = (
             f" without NaN or Inf in {format_some(sorted(bad))}"
             if (bad := next(newer, None))
@@ -127,7 +127,11 @@ def _survives_newer(
             continue
         if not is_left and _is_being_abandoned(view, other):
             continue
-        if may_replace(above, other) and not (for_room and other.id == view.restored_from):
+        if for_room:
+            is_worse = may_replace(above, other) and other.id != view.restored_from
+        else:
+            is_worse = bool(gone_bad(other, above))
+        if is_worse:
             continue
         stays = other.id != above.id and other.id not in gone
         if any(view.is_safe(other, tier) for tier in tiers if stays or tier != without.name):
@@ -156,7 +160,7 @@ def newest_on_its_way(view: View, checkpoint: CheckpointView) -> LossClass | Non
         if _reaches(view, checkpoint, lost) and not any(
             other.id > checkpoint.id
             and _reaches(view, other, lost)
-            and not may_replace(checkpoint, other)
+            and not gone_bad(other, checkpoint)
             for other in view.live
         ):
             return lost

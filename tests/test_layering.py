@@ -70,7 +70,7 @@ LINES = {
     ("core/restore", "core/load", "core/copies"): 7_418,
     ("core/compression",): 360,
     ("core/flush",): 7_239,
-    ("policies",): 2_254,
+    ("policies",): 2_258,
     ("backends",): 5_748,
     ("tiers",): 4_661,
     ("tierfall/config",): 2_066,

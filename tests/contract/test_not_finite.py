@@ -45,6 +45,10 @@ def restored(place: Place, **how: Any) -> tierfall.RestoreReport:
     return report
 
 
+def on_disk(place: Place) -> list[int]:
+    return [c["step"] for c in place.json("ls")["checkpoints"] if "disk" in c["copies"]]
+
+
 def test_a_restore_goes_back_to_the_newest_step_without_nan_and_says_so(
     place: Place, log: Log
 ) -> None:
@@ -97,15 +101,15 @@ def test_if_the_good_step_is_damaged_the_newest_is_taken_and_reported(
 def test_no_rule_deletes_the_good_step_while_all_newer_ones_are_bad(place: Place) -> None:
     place.config(disk={"retain": {"last": 1}})
     save(place, 1, 2, 3, 4, 5, bad=(3, 4, 5))
-    kept = {c["step"]: c["copies"] for c in place.json("ls")["checkpoints"]}
-    assert [step for step, copies in kept.items() if "disk" in copies] == [2, 5]
+    assert on_disk(place) == [2, 5]
     reasons = place.json("show", "2")["copies"]["disk"]["decision"]
     assert WEIGHT in reasons["reason"], reasons
     place.cli("prune", "--yes", code=-1)
-    assert [c["step"] for c in place.json("ls")["checkpoints"] if "disk" in c["copies"]] == [2, 5]
-    save(place, 3, 4)
-    left = [c["step"] for c in place.json("ls")["checkpoints"] if "disk" in c["copies"]]
-    assert left == [4], "the good one is needed no more"
+    assert on_disk(place) == [2, 5]
+    save(place, 6, 7, restore={"step": 5})
+    assert on_disk(place) == [2, 7], "also once a training has gone on with NaN"
+    save(place, 3, 4, restore={"step": 2})
+    assert on_disk(place) == [4], "the good one is needed no more"
 
 
 def test_a_tier_with_room_for_two_takes_each_start_that_goes_bad_again(place: Place) -> None:

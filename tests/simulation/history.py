@@ -560,9 +560,10 @@ class History:
             assert any(id in held.commits for held in now.values()), f"{id} was pinned and is gone"
 
     def _check_newest(self, now: dict[str, Held]) -> None:
-        """Invariants 2 and 3: per loss class, the newest durable live checkpoint never gets older, unless a person
-        deleted it or the run went back behind it. One with NaN counts only while there is none without."""
-        left = self._abandoned(self._known(self.before) | self._known(now))
+        """Invariants 2 and 3: per loss class, the durable live checkpoint that a restart takes stays, or a newer one
+        takes its place, unless a person deleted it or the run went back behind it."""
+        known = self._known(self.before) | self._known(now)
+        left = self._abandoned(known)
         deleted = self._deleted(now)
         for lost in LOSS_CLASSES:
             had = self._durable(self.before, lost) - left - deleted
@@ -570,19 +571,13 @@ class History:
             has = (
                 self._durable(now, lost) - left
             )  # what is to be deleted counts for as long as it is there
-            bad = {
-                id
-                for held in (*self.before.values(), *now.values())
-                for id, commit in held.commits.items()
-                if commit.not_finite
-            }
-            if had - bad:
-                had, has = had - bad, has - bad
             if had:
                 assert has, f"nothing survives the loss of a {lost} any more: {max(had)} did"
-                assert max(had) <= max(has), (
-                    f"{max(had)} survived the loss of a {lost}, and is gone"
-                )
+                # What this start went on from counts as accepted, or, to a restart that knows nothing of it, not.
+                starts = (None, self.world.started_from)
+                taken = {_taken_by_a_restart(had | has, known, start) for start in starts}
+                gone = ", ".join(map(str, taken))
+                assert taken & has, f"{gone} survived the loss of a {lost}, and is gone"
 
     def _durable(self, held: dict[str, Held], lost: LossClass) -> set[CheckpointId]:
         return {
@@ -778,6 +773,25 @@ class History:
             return False
         used = sum(len(data) for data in self.world.disks[tier]._objects.values())
         return used + IMAGE > below * capacity
+
+
+def _taken_by_a_restart(
+    ids: set[CheckpointId], known: dict[CheckpointId, Commit], start: CheckpointId | None
+) -> CheckpointId:
+    """The newest; but one with NaN is passed over if an older one has less. A restart does not go behind the one from
+    which a training that is passed over went on, nor behind ``start`` while that is there."""
+    newest_first = sorted(ids, reverse=True)
+    for place, id in enumerate(newest_first):
+        passed = [known[each] for each in newest_first[: place + 1]]
+        starts = [commit.lineage.started_from for commit in passed] + [start] * (start in ids)
+        least = max((start.step for start in starts if start is not None), default=-1)
+        if not any(
+            older.step >= least
+            and all({*commit.not_finite} - {*known[older].not_finite} for commit in passed)
+            for older in newest_first[place + 1 :]
+        ):
+            return id
+    raise AssertionError("no step is there")
 
 
 def check_restorable(history: History) -> None:
