@@ -189,7 +189,8 @@ class Flusher(Component):
             return
         lane = self._lanes[tier]
         own_is_full = lane.disk_full
-        error = StorageFullError(self._group.topology.name_rank(rank, message.reason))
+        kind = KeptFreeError if message.is_kept else StorageFullError
+        error = kind(self._group.topology.name_rank(rank, message.reason))
         self._note_full(lane, error)
         decision = self._try_admit(lane, entry)
         lane.disk_full = own_is_full and lane.disk_full
@@ -236,7 +237,8 @@ class Flusher(Component):
                 "flush of %s to %s found no space, rank 0 is asked to make some: %s",
                 entry.id, lane.tier, error,
             )  # fmt: skip
-            self._messages.report(FullTier(reason=str(error)), entry.id, lane.tier)
+            is_kept = isinstance(error, KeptFreeError)
+            self._messages.report(FullTier(reason=str(error), is_kept=is_kept), entry.id, lane.tier)
         lane.not_before_s = self._ledger.now_s + wait_s
 
     def _report_failing(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:

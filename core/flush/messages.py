@@ -271,9 +271,10 @@ class CommittedCopy(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullTier(Message):
-    """Reported: a rank has found no space for a copy."""
+    """Reported: a rank has found no space for a copy; ``is_kept``: there is space, which is to stay free."""
 
     reason: str
+    is_kept: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

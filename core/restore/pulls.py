@@ -45,7 +45,8 @@ logger = logging.getLogger("tierfall")
 AHEAD_BYTES, AHEAD_CHUNKS_MIN = 32 << 20, 2
 """Of the chunks that a rank reads before it is asked for them, and how many it may read so, however large they are."""
 POOL_BYTES, POOL_CHUNKS_MIN = 128 << 20, 4
-"""Of all chunks that a rank keeps for others, also of those that it passes on: one that does not fit is read twice."""
+"""The most that a rank keeps for others, in bytes, and how many chunks it may keep however large they are. A chunk that
+goes before all have taken it is read again."""
 ALIVE_S = 1.0
 CLOSE_S = 1.0
 GONE: Chunk = (-2, 0)

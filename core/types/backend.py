@@ -89,8 +89,8 @@ class Writer(Protocol):
         ...
 
     def find(self, offset: int, view: memoryview) -> bool:
-        """Under ``Publish.RESUME``, fill a view with what an earlier writer has left at ``offset``, whatever it is;
-        return False if nothing is left there, or it cannot be read. It counts as written only after ``write``."""
+        """Under ``Publish.RESUME``, fill a view with the bytes that an earlier writer has left at ``offset``. The
+        caller verifies them, and passes them to ``write``. Return False if there are none, or they cannot be read."""
         return False
 
     def publish(self) -> None:

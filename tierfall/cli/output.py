@@ -1,7 +1,7 @@
 """How commands print: tables and sentences for a person, or one JSON document. This module imports no torch.
 
 A command prints its output once, at the end: tables and sentences for a person, or one JSON document and nothing else
-on stdout. Each problem is one line on stderr. With ``--json`` there is always a document, whatever the error.
+on stdout. Each problem is one line on stderr. With ``--json`` a command that fails prints its document, too.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Asked:
     def take(
         self, what: str, given: T | None, default: T, shown: Callable[[T], str], source: str
     ) -> T:
-        """Return what is given, else the default, and note that."""
+        """Return what is given. Else return the default, and list it as assumed."""
         if given is not None:
             return given
         self.assumed.append({"what": what, "value": shown(default), "source": source})
@@ -359,7 +359,7 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
     yield _listed("losses", {"losses": losses})
     if made.peer_chances:
         told = ", ".join(f"{lost} {chance:.3%}" for lost, chance in made.peer_chances)
-        yield f"memory has every image after the loss of so many nodes at once: {told}"
+        yield f"memory has every image (chance by nodes lost at once): {told}"
     yield from ("", "bottlenecks:", *(f"  {text}" for text in document["bottlenecks"]))
     if asked.assumed:
         yield from ("", _listed("assumed", document))

@@ -1,7 +1,7 @@
 """``tierfall prefetch``: bring what a restore would choose to a disk of this node before its job starts.
 
 ``choose`` names the checkpoint, and the engine of offline work (``ops/sync.py``) copies it, and continues what an
-earlier call has left. Host memory is no target: what is there belongs to the trainer that starts.
+earlier call has left. It writes nothing to host memory, which belongs to the trainer that starts.
 
 It takes the run's lock at the beginning and for the commit, not while it copies: a trainer that starts meanwhile, as on
 a spare node, is not held up. That one deletes what is unfinished, and its attempt fences the prefetch: nothing is

@@ -98,7 +98,7 @@ class CheckpointInfo:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Its tags, what is decided about it, and what is not finite in it."""
+        """Its tags, whether it is pinned, abandoned or to be deleted, and what is NaN or infinite in it."""
         decided = {
             "pinned": self.pinned,
             "abandoned": self.abandoned,

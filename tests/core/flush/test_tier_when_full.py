@@ -13,7 +13,7 @@ from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import Rank
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.flush.tasks import DeleteCopy, Task
+from tierfall.core.flush.tasks import DeleteCopy, KeptFreeError, Task
 from tierfall.core.types.errors import CapacityError, FlushError, StorageFullError
 from tierfall.core.types.values import WhenFull
 
@@ -133,6 +133,29 @@ def test_one_copy_goes_where_the_disk_of_another_node_than_rank_0s_is_full(
     for rank in run.ranks:
         assert rank.coordinator.errors == []
         assert not rank.coordinator.busy()
+
+
+def test_what_keep_free_refuses_on_another_node_is_no_full_disk(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Many((0, 1), [file_rules(NODE_TIER)])
+    for step in (1, 2):
+        for rank in run.ranks:
+            rank.save(step)
+        run.settle()
+    last = run.ranks[-1]
+    last.troubles[NODE_TIER].strike(failing(Operation.CREATE, KeptFreeError))
+
+    def ran(rank: Rank, task: Task) -> None:
+        if isinstance(task, DeleteCopy):
+            last.troubles[NODE_TIER].stop()
+
+    run.ran = ran
+    for rank in run.ranks:
+        rank.save(3)
+    run.settle()
+    assert {id.step for id in run.committed(NODE_TIER)} == {2, 3}
+    assert "is full" not in caplog.text
 
 
 def test_rank_0_is_asked_again_soon_if_it_was_deleting_when_it_was_asked_for_room(
