@@ -80,7 +80,7 @@ LINES = {
     ("tierfall/cli",): 4_309,
     ("tierfall/integrations",): 2_933,
     ("tierfall/imports", "tierfall/export"): 2_753,
-    ("tierfall/plan",): 1_688,
+    ("tierfall/plan",): 1_692,
     ("tierfall/demo",): 620,
     ("tierfall", "core"): 488,
 }

@@ -116,6 +116,7 @@ def test_what_is_not_given_has_a_source() -> None:
         ("7B --gpus 10 --dp 4", "10 GPUs into 4 replicas; the nearest that works: --gpus 4"),
         ("70B --host-memory 512GiB", "too small for one image of 114 GiB .* --host-memory 1217GiB"),
         ("7B --mtbf process=4h,node=2h", "node every 2h: impossible: a more severe loss"),
+        ("7B --mtbf 4h,process=8h", "process is named twice; expected one time"),
         ("7B --mtbf nod=2h", "'nod' is no loss class; .* did you mean \"node\""),
         ("7B --tier s3:write=0GB/s", "tier s3: write: 0 bytes per second is not a rate"),
         (

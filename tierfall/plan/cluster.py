@@ -83,7 +83,7 @@ class Cluster:
 
 def parse_mtbf(text: str) -> dict[LossClass, float]:
     """Parse ``4h``, or ``process=4h,node=12h,site=90d``; ``process`` is as ``node`` if it is missing. Raises
-    ConfigError if a time is 0, or a class that includes another one is more frequent."""
+    ConfigError if a class is named twice, a time is 0, or a class that includes another one is more frequent."""
     found: dict[LossClass, float] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
@@ -92,6 +92,10 @@ def parse_mtbf(text: str) -> dict[LossClass, float]:
             raise ConfigError(
                 f"{name!r} is no loss class; expected 4h, or process=4h,node=12h,site=90d"
                 f"{hint_at(name, LOSS_CLASSES)}"
+            )
+        if name in found:
+            raise ConfigError(
+                f"{text}: {name} is named twice; expected one time for each loss class"
             )
         found[LossClass(name)] = parse_duration(value)
     times = [found[lost] for lost in LOSS_CLASSES if lost in found]
