@@ -69,7 +69,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_953,
     ("core/restore", "core/load", "core/copies"): 7_419,
     ("core/compression",): 360,
-    ("core/flush",): 7_242,
+    ("core/flush",): 7_246,
     ("policies",): 2_258,
     ("backends",): 5_748,
     ("tiers",): 4_661,

@@ -36,7 +36,7 @@ from tierfall.core.flush.tasks import (
 )
 from tierfall.core.format.decided import Decided, DecidedList, Word
 from tierfall.core.format.records import Attempt, Commit
-from tierfall.core.types.errors import StepError, StorageFullError, UnreachableError
+from tierfall.core.types.errors import StepError, StorageFullError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState
 
 if TYPE_CHECKING:
@@ -133,10 +133,10 @@ class Decisions(Component):
         self._decide(DecidedList([command.entry]))
         command.waiting = {tier for tier, added in self._adding if added == command.entry}
 
-    def _why_not(self, command: Command) -> StepError | None:
+    def _why_not(self, command: Command) -> TierfallError | None:
         entry = self._ledger.entries.get(command.id)
-        if entry is None:
-            return None
+        if entry is None or self._ledger.fenced is not None:
+            return self._ledger.fenced
         if command.kind is CommandKind.DELETE:
             if entry.pinned:
                 return StepError(f"delete: {entry.id} is pinned; unpin it first")
@@ -171,7 +171,11 @@ class Decisions(Component):
 
     def _advance(self, command: Command) -> None:
         if command.kind is CommandKind.DELETE and not self._is_adding(command):
-            command.waiting = self._left(command.id) - command.failed.keys()
+            left = self._left(command.id)
+            if (fenced := self._ledger.fenced) is not None:  # nothing more is deleted
+                on_tiers = left & self._lanes.keys()
+                command.failed = {**dict.fromkeys(on_tiers, fenced), **command.failed}
+            command.waiting = left - command.failed.keys()
         if command.waiting:
             return
         entry = self._ledger.entries.get(command.id)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.simulation.door import Answer
 from tests.simulation.world import SHARD, World, file_rules
 from tierfall.backends.wrappers import Wrapper
 from tierfall.core.flush.tasks import (
@@ -174,6 +175,28 @@ def test_an_order_to_a_fenced_process_changes_nothing_and_says_why(kind: Command
     )
     assert {tier: disk_of(world, tier) for tier in world.disks} == before
     assert is_at_rest(world), "it is tried again"
+
+
+def test_a_deletion_that_waits_as_the_fence_falls_is_answered_and_a_later_one_refused() -> None:
+    world = World([file_rules("nvme"), file_rules("store")])
+    world.save_all(1, 2)
+    ledger, first, second = world.coordinator.ledger, CheckpointId(1, 1), CheckpointId(2, 1)
+    ledger.entries[first].lease("nvme", +1)  # something reads it there
+    waiting: list[Answer] = []
+    world.door.command(CommandKind.DELETE, first, waiting.append)
+    world.step()
+    world.run_all()
+    assert world.steps_on("store") == [2]
+    assert not waiting
+    newer_attempt(world, "store")  # nvme is another disk for that process: nothing on it says so
+    world.save_all(3)
+    ledger.entries[first].lease("nvme", -1)
+    world.settle()
+    assert {tier: type(error) for tier, error in waiting[0].items()} == {"nvme": FencedError}
+    before = disk_of(world)
+    assert isinstance(world.order(CommandKind.DELETE, second)["tierfall"], FencedError)
+    assert disk_of(world) == before
+    assert is_at_rest(world)
 
 
 FILES = {
