@@ -106,6 +106,46 @@ def test_nothing_is_collected_as_unfinished_while_a_record_is_out_of_reach(
 
 
 @pytest.mark.usefixtures("impatient")
+def test_what_was_left_unfinished_is_collected_once_a_restore_reaches_all_records(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    save_steps(config, 1, 2)
+    left = "run/step-00000007-a0001/rank-00000-of-00001.safetensors"
+    shelf.values[left] = b"an image"
+    shelf.refused = {"00001-a0001/commit.json": toolkit.UnreachableError}
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(3, state_of(3), block=True)
+        assert left in shelf.values
+        shelf.refused = {}
+        ckpt.restore(blank())
+        wait_until(lambda: left not in shelf.values, "it is collected")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_drain_does_not_take_for_unfinished_what_may_be_out_of_reach(
+    config: dict[str, Any], shelf: Shelf, tmp_path: Path
+) -> None:
+    save_steps(config, 1, 2, 3)
+    host, stored = config["tiers"]
+    save_steps(
+        {**config, "tiers": [host, {**stored, "flush": {"every": 100}}]}, 4
+    )  # in memory alone
+    shelf.hidden = shelf.absent = ("00001-a0001/commit.json",)
+    shelf.refused = {"00002-a0001/commit.json": toolkit.UnreachableError}
+    capacity = sum(map(len, shelf.values.values()))
+    full = {**config, "tiers": [host, {**stored, "capacity": capacity}]}
+    file = tmp_path / "tiers.yaml"
+    file.write_text(json.dumps(full))
+    answer = CliRunner().invoke(app, ["drain", "--config", str(file)])
+    assert "there is room for" in answer.output
+    shelf.hidden, shelf.absent, shelf.refused = (), (), {}
+    assert shelf.steps() == [1, 2, 3]
+    CliRunner().invoke(app, ["drain", "--config", str(file)])
+    assert shelf.steps() == [2, 3, 4], "within reach, an older one makes room"
+
+
+@pytest.mark.usefixtures("impatient")
 def test_no_older_step_is_restored_while_files_of_the_newest_may_be_out_of_reach(
     config: dict[str, Any], shelf: Shelf
 ) -> None:

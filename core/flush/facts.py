@@ -372,7 +372,8 @@ class Ledger:
         """``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as in ``note_partial``.
         ``has_begun``: this start has restored, or begins anew, or has committed a checkpoint; before, rules delete
         nothing. ``lags``: a listing of this start was incomplete, and rules delete nothing. ``unsure`` names the
-        tiers where a copy could not be reached: a missing commit record proves nothing there. ``reading`` counts a
+        tiers where a copy could not be reached at the last listing, which a start or a restore makes: a missing commit
+        record proves nothing there. ``reading`` counts a
         checkpoint's readers: meanwhile only a command deletes its stored copies. One that could not be read counts as
         read to the end. ``restoring``: a restore reads the tiers. ``failing`` tells why tiers accept no copies at
         present, on this rank or another; ``stuck`` has the copy of another rank that a tier does not accept. ``fenced``
@@ -491,11 +492,20 @@ class Ledger:
             self.enter(entry)
         listings = tuple(listings)
         self._starts = {start.key: start for start in starts_in(listings)}
+        self.note_reach(listings)
         for listing in listings:
-            if any(isinstance(copy.damage, UnreachableError) for copy in listing.copies):
-                self.unsure.add(listing.tier)
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
+
+    def note_reach(self, listings: Iterable[Listing]) -> None:
+        """Note whether one of these listings ``lags``, and on which tiers a copy could not be reached. A tier that was
+        listed in part only stays unsure."""
+        for listing in listings:
+            self.lags |= listing.lags
+            if any(isinstance(copy.damage, UnreachableError) for copy in listing.copies):
+                self.unsure.add(listing.tier)
+            elif listing.error is None and not listing.is_partial:
+                self.unsure.discard(listing.tier)
 
     def enter(self, entry: LedgerEntry) -> None:
         """Add a checkpoint, with what is decided about it."""

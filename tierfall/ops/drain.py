@@ -483,8 +483,14 @@ class _Drain:
         capacity = next(t.capacity_bytes for t in self._config.stored if t.name == name)
         if capacity is not None and need_bytes:
             listing = part.store.list()
+            if listing.error is not None:
+                raise listing.error
             free = capacity - listing.used_bytes
-            if free < need_bytes and self._are_all_here:  # else other machines may be sending them
+            is_sure = (
+                listing.unread is None and not listing.lags
+            )  # else a commit record may be there
+            # other machines may be sending them, if not all ranks left memory here
+            if free < need_bytes and is_sure and self._are_all_here:
                 for id in listing.unfinished.keys() - part.waiting.keys():
                     part.store.discard(id, attempt=self._attempt)
                     free += listing.unfinished[id]

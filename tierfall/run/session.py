@@ -292,7 +292,7 @@ class Session:
     # Reading -----------------------------------------------------------------------------------------
 
     def list_now(self) -> tuple[Listing, ...]:
-        """List every tier now. Copies that lack files are reported to the ledger, and a listing that lags."""
+        """List every tier now. Copies that lack files are reported to the ledger, and what could not be listed."""
         return self._reported(self.tiers.list_now())
 
     def list_to_restore(self, request: RestoreRequest) -> tuple[Listing, ...]:
@@ -306,16 +306,12 @@ class Session:
         return self._reported(found)
 
     def _reported(self, found: tuple[Listing, ...]) -> tuple[Listing, ...]:
-        if any(listing.lags for listing in found):
-            self.call_soon(self._note_lag)
+        self.call_soon(partial(self.coordinator.ledger.note_reach, found))
         for listing in found:
             for copy in listing.copies if listing.tier != self.host.name else ():
                 if copy.repairable and copy.commit is not None:
                     self._report_damage(listing.tier, copy.id, str(copy.damage), repairable=True)
         return found
-
-    def _note_lag(self) -> None:
-        self.coordinator.ledger.lags = True
 
     def look_at(
         self, id: CheckpointId, tiers: Iterable[str], timeout_s: float
