@@ -131,7 +131,7 @@ class StoredTier:
         set_identity_check: SetIdentityCheck | None = None,
         names: Callable[[str], Iterable[str]] = lambda folder: (),
         record: TierRecord | None = None,
-        room_bytes: Callable[[], float] = lambda: math.inf,
+        room_bytes: Callable[[CheckpointId | None], float] = lambda id: math.inf,
     ) -> None:
         """With ``packing``, images are written packed; images of any codec are read.
 
@@ -140,7 +140,7 @@ class StoredTier:
         clock. ``set_identity_check`` is the method of that name of a backend whose folder can be mounted anew.
         ``names`` returns all names directly in a folder, also those that scans leave out, such as links; none where the
         medium has no folders. ``record`` is the tier record, where it was read before. ``room_bytes`` asks the medium
-        how much may be written without less staying free than it is to keep.
+        how much may be written without less staying free than it is to keep; with what is there of a checkpoint.
         """
         self.name = name
         self.backend = backend
@@ -594,11 +594,12 @@ class StoredTier:
         """What was packed so far; None where images are stored raw."""
         return None if self._packing is None else self._packing.compression
 
-    def check_room(self, needed_bytes: int) -> None:
-        """Raise KeptFreeError if so many bytes more leave less free than is to be kept. A copy is deleted then; if
-        there is no more room at the next call, that has not shown yet: wait, or a second copy would go."""
+    def check_room(self, needed_bytes: int, checkpoint: CheckpointId | None = None) -> None:
+        """Raise KeptFreeError if so many bytes more, with what is there of ``checkpoint``, leave less free than is to
+        be kept. A copy is deleted then; if there is no more room at the next call, that has not shown yet: wait, or a
+        second copy would go."""
         until_s, refused = time.monotonic() + FREED_S, self._refused_bytes
-        while (room_bytes := self.room_bytes()) < needed_bytes:
+        while (room_bytes := self.room_bytes(checkpoint)) < needed_bytes:
             self._refused_bytes = room_bytes
             if room_bytes > refused or time.monotonic() > until_s:
                 raise KeptFreeError(

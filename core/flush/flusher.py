@@ -184,10 +184,9 @@ class Flusher(Component):
 
     def _on_full_elsewhere(self, tier: str, id: CheckpointId, message: FullTier, rank: int) -> None:
         """Make room for a copy that another rank found none for; for rank 0."""
-        entry = self._ledger.entries.get(id)
-        if entry is None or tier not in entry.owed:
-            return
-        lane = self._lanes[tier]
+        entry, lane = self._ledger.entries.get(id), self._lanes[tier]
+        if entry is None or tier not in entry.owed or message.deletions < lane.deletions:
+            return  # else that rank does not know yet what was deleted, and tries again once it does
         own_is_full = lane.disk_full
         kind = KeptFreeError if message.is_kept else StorageFullError
         error = kind(self._group.topology.name_rank(rank, message.reason))
@@ -200,10 +199,10 @@ class Flusher(Component):
     def _on_deleted_elsewhere(self, tier: str, id: CheckpointId, message: DeletedCopy) -> None:
         """Rank 0 deletes a copy: delete what this node has of it, if only its leader can. A copy that found no room
         there is tried for a time before a report."""
-        entry = self._ledger.entries.get(id)
+        entry, lane = self._ledger.entries.get(id), self._lanes[tier]
+        lane.deletions += 1
         if entry is None or self._group.decides:
             return
-        lane = self._lanes[tier]
         lane.room_tries = 1
         if lane.lacks_room:
             lane.not_before_s = min(lane.not_before_s, self._ledger.now_s + ROOM_S)
@@ -237,8 +236,12 @@ class Flusher(Component):
                 "flush of %s to %s found no space, rank 0 is asked to make some: %s",
                 entry.id, lane.tier, error,
             )  # fmt: skip
-            is_kept = isinstance(error, KeptFreeError)
-            self._messages.report(FullTier(reason=str(error), is_kept=is_kept), entry.id, lane.tier)
+            full = FullTier(
+                reason=str(error),
+                is_kept=isinstance(error, KeptFreeError),
+                deletions=lane.deletions,
+            )
+            self._messages.report(full, entry.id, lane.tier)
         lane.not_before_s = self._ledger.now_s + wait_s
 
     def _report_failing(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
@@ -347,7 +350,8 @@ class Flusher(Component):
             logger.info("%s", error)
             return
         if isinstance(error, StorageFullError) and self._group.decides:
-            self._note_full(lane, error)
+            if lane.deletions == transfer.deletions:
+                self._note_full(lane, error)
             return
         if isinstance(error, StorageFullError):
             self._on_disk_full(lane, entry, error)

@@ -51,7 +51,8 @@ class Transfer:
     of those to begin, or begin again, ascending; ``outstanding`` those begun and not finished. ``stalls`` counts
     consecutive failures after which the copy continues where it stopped.
     ``published``: files of it may be visible on the tier, without a commit. ``source_is_unread``: it failed because a
-    source could not be read.
+    source could not be read. ``deletions`` is the count of the lane at its beginning: if it then finds no room, what
+    was deleted since may be enough.
     """
 
     entry: LedgerEntry
@@ -68,6 +69,7 @@ class Transfer:
     error: BaseException | None = None
     published: bool = False
     source_is_unread: bool = False
+    deletions: int = 0
 
 
 TRIES_BEFORE_REPORT = 3
@@ -99,7 +101,8 @@ class FlushLane:
     of the last copy, which began at ``began_s``; ``stalled`` is the error of the last outcome, if the copy can
     continue, ``last_error`` that of the last copy that stalled or failed. ``disk_full``: the last write found no space;
     ``lacks_room``: no room can be made for the next copy until something changes; on a rank other than 0: it was asked
-    for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and grows by each try; else it is 0."""
+    for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and grows by each try; else it is 0. With several
+    ranks, ``deletions`` counts what rank 0 has deleted there, as far as this rank knows."""
 
     def __init__(self, tier: str, *, limits: LaneLimits, coordinator: Coordinator) -> None:
         self.tier = tier
@@ -117,6 +120,7 @@ class FlushLane:
         self.disk_full = False
         self.lacks_room = False
         self.room_tries = 0
+        self.deletions = 0
         self.stalled: BaseException | None = None
         self.last_error: BaseException | None = None
         self.edge_bytes: Counter[str] = Counter()
@@ -128,7 +132,7 @@ class FlushLane:
 
     def begin(self, entry: LedgerEntry, *, leftover: bool, room_bytes: int) -> None:
         """Start a copy, for which there is room. ``leftover`` and ``room_bytes`` are as in ``OpenShard``."""
-        self.active = Transfer(entry=entry)
+        self.active = Transfer(entry=entry, deletions=self.deletions)
         self.began_s = self._ledger.now_s
         self.sources.clear()
         entry.set_state(self.tier, CopyState.ARRIVING)

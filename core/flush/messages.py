@@ -271,10 +271,12 @@ class CommittedCopy(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullTier(Message):
-    """Reported: a rank has found no space for a copy; ``is_kept``: there is space, which is to stay free."""
+    """Reported: a rank has found no space for a copy; ``is_kept``: there is space, which is to stay free. ``deletions``
+    is that of its lane."""
 
     reason: str
     is_kept: bool
+    deletions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

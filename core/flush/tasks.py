@@ -56,7 +56,7 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
 
     def check_begin(self, attempt: Attempt) -> None: ...
 
-    def check_room(self, needed_bytes: int) -> None: ...
+    def check_room(self, needed_bytes: int, checkpoint: CheckpointId | None = None) -> None: ...
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
 
@@ -94,7 +94,8 @@ class OpenShard:
 
     The outcome's value is the writer, and the manifest if it was read; or the commit record, where the checkpoint of
     ``attempt_id`` is committed there already. ``leftover``: a failed attempt left files, perhaps packed otherwise,
-    which are deleted first. KeptFreeError if ``room_bytes`` more leave less free than the tier is to keep.
+    which are deleted first. KeptFreeError if a copy of ``room_bytes``, of which other ranks of this node may have
+    written their part, leaves less free than the tier is to keep.
     """
 
     tier: str

@@ -168,7 +168,7 @@ class TaskRunner:
         if task.leftover and not store.is_committed(task.id):
             store.discard(task.id, _own_shard_only(task.shard), attempt=attempt)
         if task.room_bytes:
-            store.check_room(task.room_bytes)
+            store.check_room(task.room_bytes, task.id)
         earlier = task.attempt_id if task.attempt_id != attempt.id else None
         writer = store.create_shard(task.id, task.shard, cut, pieces, attempt_id=earlier)
         return writer, manifest

@@ -262,6 +262,29 @@ def test_a_deletion_that_the_disk_shows_late_is_not_followed_by_another(
     assert 3 < max(held) < 8
 
 
+def test_what_another_rank_has_written_of_a_copy_takes_no_room_from_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = place.root / "disk"
+
+    def half_full(folder: Any) -> SimpleNamespace:
+        used = sum(path.stat().st_size for path in disk.rglob("*") if path.is_file())
+        return SimpleNamespace(f_frsize=1000, f_blocks=2000, f_bavail=2000 - used // 1000)
+
+    place.config(disk={"keep_free": "1MB"})
+    with place.open() as ckpt:
+        monkeypatch.setattr("os.statvfs", half_full)
+        save_steps(ckpt, 1, 2, 3)
+        (image,) = (disk / "run/step-00000001-a0001").glob("*.safetensors")
+        room_bytes = (half_full(disk).f_bavail - 1000) * 1000
+        part = disk / "run/step-00000004-a0001/rank-00001-of-00002.safetensors"
+        part.parent.mkdir()
+        part.write_bytes(bytes(room_bytes - image.stat().st_size // 2))
+        ckpt.save(4, state_of(4)).wait("disk", timeout=SOON_S)
+        monkeypatch.undo()
+        assert place.steps() == [1, 2, 3, 4]
+
+
 def test_a_store_without_room_deletes_what_its_rules_allow(place: Place, store: Faulty) -> None:
     place.config(store=store.tier())
     with place.open() as ckpt:

@@ -169,7 +169,9 @@ def _measure_stored(
 def _room_bytes(folder: Path | None, store: StoredTier) -> int | None:
     """Return what may be written there, as far as the disk decides that."""
     free_bytes = _free_bytes(folder)
-    return free_bytes if free_bytes is None else int(min(free_bytes, max(0, store.room_bytes())))
+    return (
+        free_bytes if free_bytes is None else int(min(free_bytes, max(0, store.room_bytes(None))))
+    )
 
 
 def _free_bytes(folder: Path | None) -> int | None:

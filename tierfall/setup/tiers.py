@@ -27,6 +27,7 @@ from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult, NotAsk
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.threads import run_in_parallel
+from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -39,7 +40,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
+from tierfall.core.types.values import CheckpointId, Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
 from tierfall.setup.peers import PeerMemory, view_kept
 from tierfall.tiers.host import HostTier
@@ -339,13 +340,17 @@ def _store(
     read_only: str,
     is_bounded: bool = False,
 ) -> StoredTier:
-    def room_bytes() -> float:
+    def room_bytes(id: CheckpointId | None) -> float:
         if not isinstance(tier, FileTierConfig) or tier.keep_free is None:
             return math.inf
         disk = measure_room(tier.folder)
         share = tier.keep_free if isinstance(tier.keep_free, float) else 0
         kept = int(share * disk.file_system_bytes) or tier.keep_free
-        return disk.file_system_free_bytes - kept
+        there_bytes = 0
+        for path in (tier.folder / keys.step_prefix(config.run, id)).glob("*") if id else ():
+            with suppress(OSError):  # it was renamed meanwhile, or removed
+                there_bytes += path.stat().st_blocks * 512
+        return disk.file_system_free_bytes - kept + there_bytes
 
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None

@@ -135,6 +135,29 @@ def test_one_copy_goes_where_the_disk_of_another_node_than_rank_0s_is_full(
         assert not rank.coordinator.busy()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_one_copy_goes_where_the_disks_of_all_nodes_are_full(seed: int) -> None:
+    """Their refusals and rank 0's deletion cross each other."""
+    run = Many((0, 1, 1, 2), [file_rules(NODE_TIER)], seed=seed)
+    for step in (1, 2, 3, 4):
+        for rank in run.ranks:
+            rank.save(step)
+        run.settle()
+    for rank in run.ranks:
+        rank.troubles[NODE_TIER].strike(failing(Operation.CREATE, KeptFreeError))
+
+    def free_node(rank: Rank, task: Task) -> None:
+        for other in run.ranks if isinstance(task, DeleteCopy) else ():
+            if other.node == rank.node:
+                other.troubles[NODE_TIER].stop()
+
+    run.ran = free_node
+    for rank in run.ranks:
+        rank.save(5)
+    run.settle()
+    assert {id.step for id in run.committed(NODE_TIER)} == {2, 3, 4, 5}
+
+
 def test_what_keep_free_refuses_on_another_node_is_no_full_disk(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
