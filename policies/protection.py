@@ -119,23 +119,24 @@ def _survives_newer(
     restart would go back to does as well for one with NaN that is left behind, or if room is needed; and then does one
     with NaN that this start has continued from."""
     is_left = _is_being_abandoned(view, above)
+    may_go_back = bool(above.not_finite) and (is_left or for_room)
     tiers = surviving(view, lost, without)
-    for other in view.restorable_on(tiers):  # usually one of the newest decides
-        if other.id < above.id and not (is_left or for_room):
-            return False
-        if other.id < above.id and not may_replace(other, above):
-            continue
-        if not is_left and _is_being_abandoned(view, other):
-            continue
-        if for_room:
-            is_worse = may_replace(above, other) and other.id != view.restored_from
-        else:
-            is_worse = bool(gone_bad(other, above))
-        if is_worse:
-            continue
-        stays = other.id != above.id and other.id not in gone
-        if any(view.is_safe(other, tier) for tier in tiers if stays or tier != without.name):
-            return True
+    for alike in view.restorable_alike(tiers):  # usually one of the newest decides
+        for other in alike:
+            is_older = other.id < above.id
+            if for_room:
+                is_worse = may_replace(above, other) and other.id != view.restored_from
+            else:
+                is_worse = bool(gone_bad(other, above))
+            if (is_older or is_worse) and not may_go_back:
+                break  # so are the rest of these
+            if is_worse or (is_older and not may_replace(other, above)):
+                continue
+            if not is_left and _is_being_abandoned(view, other):
+                continue
+            stays = other.id != above.id and other.id not in gone
+            if any(view.is_safe(other, tier) for tier in tiers if stays or tier != without.name):
+                return True
     return False
 
 

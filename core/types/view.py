@@ -5,7 +5,7 @@ The coordinator builds a view from its ledger, a command from the tiers' listing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -174,6 +174,21 @@ class View:
                 c for c in self.live if any(self.is_safe(c, tier) for tier in tiers)
             )
         return self._safe[tiers]
+
+    def restorable_alike(self, tiers: tuple[str, ...]) -> Collection[Sequence[CheckpointView]]:
+        """Those of ``restorable_on``, by what a restart passes over: what is NaN or infinite in them, and what their
+        training continued from. The checkpoint that this start has continued is alone."""
+        if tiers not in self._alike:
+            alike: dict[object, list[CheckpointView]] = {}
+            for c in self.restorable_on(tiers):
+                key = (c.not_finite, c.started_from, c.id == self.restored_from)
+                alike.setdefault(key, []).append(c)
+            self._alike[tiers] = alike.values()
+        return self._alike[tiers]
+
+    @cached_property
+    def _alike(self) -> dict[tuple[str, ...], Collection[Sequence[CheckpointView]]]:
+        return {}
 
     def newest_abandoned_on(self, tiers: tuple[str, ...]) -> CheckpointId | None:
         """The abandoned checkpoint with a committed copy on one of these tiers that was saved last: highest attempt,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from tests.simulation.world import file_rules
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, Verdict, View
+from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.retention import next_due_s, plan_retention
 
 EXAMPLES = settings(max_examples=150, deadline=None)
@@ -67,6 +69,27 @@ def test_an_abandoned_one_does_not_rely_on_what_goes_with_it() -> None:
     assert dropped(View(tiers=tiers, checkpoints=held), "nvme") == {CheckpointId(1, 3)}
 
 
+def test_thousands_of_checkpoints_with_nan_are_planned_in_no_time() -> None:
+    """Half of 10,000 have some, and the rest are older."""
+    copy = CopyView(state=CopyState.COMMITTED, bytes=1)
+    held = tuple(
+        CheckpointView(
+            id=CheckpointId(step, 1),
+            ordinal=step,
+            started_from=None,
+            copies={"nvme": copy},
+            not_finite=frozenset({"w"} if step > 5000 else ()),
+        )
+        for step in range(1, 10_001)
+    )
+    view = View(tiers=(file_rules("nvme", retain_last=2),), checkpoints=held)
+    began = time.thread_time()
+    assert len(dropped(view, "nvme")) == 10_000 - 3  # the last two, and the newest without NaN
+    plan = plan_eviction(view, "nvme", need_bytes=9000, free_bytes=0)
+    assert len(plan.deletions) == 9000
+    assert time.thread_time() - began < 2
+
+
 @EXAMPLES
 @given(VIEWS)
 def test_nothing_goes_by_time_before_it_is_reported_to_be_due(view: View) -> None:
@@ -74,7 +97,7 @@ def test_nothing_goes_by_time_before_it_is_reported_to_be_due(view: View) -> Non
         now = dropped(view, tier.name)
         due = next_due_s(view, tier.name)
         later = [10.25, 10.5, 12.0, 50.0, 1000.0]
-        for wall_time_s in (time for time in later if due is None or time < due):
+        for wall_time_s in (at_s for at_s in later if due is None or at_s < due):
             assert dropped(replace(view, wall_time_s=wall_time_s), tier.name) == now
 
 
