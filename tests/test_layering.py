@@ -65,7 +65,7 @@ LINES = {
     ("core/state", "core/tensors"): 3_597,
     ("core/image",): 2_516,
     ("core/runtime",): 2_117,
-    ("core/ranks",): 2_201,
+    ("core/ranks",): 2_207,
     ("core/capture", "core/sampling"): 3_953,
     ("core/restore", "core/load", "core/copies"): 7_419,
     ("core/compression",): 360,

@@ -269,6 +269,7 @@ class Agreement:
         timeout_s: float,
     ) -> D:
         """Gather, with rank 0's ``own`` message, decide, announce the decision and return it."""
+        gave_up = self._message_tree.was_withdrawn(topic)
         try:
             began_s = time.monotonic()
             if not self._wait(what, topic, event, began_s, timeout_s):
@@ -277,6 +278,7 @@ class Agreement:
                     raise RanksError(
                         f"{what}: {format_ranks(late)} did not call {what} within "
                         f"{self._bound_s(began_s, timeout_s):.6g} s"
+                        f"{', or gave it up before rank 0 called it' if gave_up else ''}"
                     )
             bodies = self._gathered.pop(topic)
             calls = {rank: _RankCall.from_json(body, rank=rank) for rank, body in bodies.items()}

@@ -161,6 +161,10 @@ class MessageTree:
                 return ()
             return tuple(sorted(gathering.awaited - gathering.bodies.keys()))
 
+    def was_withdrawn(self, topic: Topic) -> bool:
+        """Return whether a rank has taken its contribution back; for rank 0, before it calls ``flush_partial``."""
+        return topic in self._flushed
+
     def forget(self, topic: Topic) -> None:
         """Discard the contributions to a topic, and ignore later ones."""
         with self._lock:
