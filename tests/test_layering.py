@@ -74,7 +74,7 @@ LINES = {
     ("backends",): 5_748,
     ("tiers",): 4_662,
     ("tierfall/config",): 2_066,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_081,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_082,
     ("tierfall/ops",): 4_420,
     ("tierfall/telemetry",): 1_947,
     ("tierfall/cli",): 4_309,

@@ -44,6 +44,8 @@ def test_what_a_zombie_left_in_memory_is_not_believed(
     handle = zombie.save(2, state_of(99))
     with pytest.raises(FencedError):
         handle.wait("disk")
+    with pytest.raises(FencedError, match=r"^delete of 1@1: .* was followed by attempt 2"):
+        zombie.delete(1)
     zombie.close()
     with tierfall.open(old_config) as ckpt:
         state = blank()

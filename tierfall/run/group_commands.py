@@ -94,7 +94,8 @@ def run_command(
             if isinstance(error, StepError):
                 raise error
             known = type(error) if isinstance(error, TierfallError) else TierfallError
-            raise known(f"{kind} of {id}: tier {tier} could not do it: {error}") from error
+            where = "" if tier == "tierfall" else f"tier {tier} could not do it: "
+            raise known(f"{kind} of {id}: {where}{error}") from error
 
     ranks.agree(f"{kind}: end", None, end, object, timeout_s=_patience_s(session))
 
