@@ -62,12 +62,12 @@ FOLDERS = (
 LINES = {
     ("core/types",): 2_024,
     ("core/format",): 1_355,
-    ("core/state", "core/tensors"): 3_597,
-    ("core/image",): 2_516,
+    ("core/state", "core/tensors"): 3_726,
+    ("core/image",): 2_524,
     ("core/runtime",): 2_117,
     ("core/ranks",): 2_207,
-    ("core/capture", "core/sampling"): 3_953,
-    ("core/restore", "core/load", "core/copies"): 7_419,
+    ("core/capture", "core/sampling"): 3_961,
+    ("core/restore", "core/load", "core/copies"): 7_456,
     ("core/compression",): 360,
     ("core/flush",): 7_267,
     ("policies",): 2_259,
@@ -82,7 +82,7 @@ LINES = {
     ("tierfall/imports", "tierfall/export"): 2_753,
     ("tierfall/plan",): 1_692,
     ("tierfall/demo",): 620,
-    ("tierfall", "core"): 488,
+    ("tierfall", "core"): 490,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 

@@ -26,6 +26,7 @@ FUNCTIONS = {
     "close_all": "",
     "read_pointer": "folder",
     "register_codec": "type, name, encode, decode",
+    "block": "tensor, *, shape, offset",
     "item": "value, *, changes=None, on_resize='reshard'",
 }
 CHECKPOINTER = {

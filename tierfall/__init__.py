@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tierfall.config import Config
     from tierfall.core.capture.handle import SaveHandle, SaveStats
     from tierfall.core.copies.chunk_reader import Fallback
-    from tierfall.core.state.item import item, register_codec
+    from tierfall.core.state.item import block, item, register_codec
     from tierfall.core.tensors.builtin_codecs import UnknownValue
     from tierfall.core.types.view import LossBound, PeerSurvival, SurvivalChance
     from tierfall.ops.tensors import Tensors
@@ -59,6 +59,7 @@ __all__ = [
     "Tensors",
     "TierCadence",
     "UnknownValue",
+    "block",
     "close_all",
     "errors",
     "item",
@@ -79,6 +80,7 @@ _MODULES = {
     "Statistics": "tierfall.telemetry.figures",
     "Tensors": "tierfall.ops.tensors",
     "UnknownValue": "tierfall.core.tensors.builtin_codecs",
+    "block": "tierfall.core.state.item",
     "close_all": "tierfall.api",
     "item": "tierfall.core.state.item",
     "load": "tierfall.api",

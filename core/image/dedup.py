@@ -1,9 +1,9 @@
 """Deduplication of replicas: assigns each replicated tensor to one rank, or parts of it to several, so that its bytes
 are written once, and all ranks write as many.
 
-Each rank lists potential replicas in a table: parameters and optimizer state, whole or as blocks of DTensors. Buffers,
-random state and values may change at any time and differ between ranks; each rank writes its own. Every entry that
-several ranks list is assigned to the one of them with the fewest bytes to write. If that leaves the ranks unequal,
+Each rank lists potential replicas in a table: parameters and optimizer state, and all blocks of sharded tensors. Other
+buffers, random state and values may change at any time and differ between ranks; each rank writes its own. Every entry
+that several ranks list is assigned to the one of them with the fewest bytes to write. If that leaves the ranks unequal,
 large entries are divided: consecutive ranks, which are those of one node, write consecutive parts.
 
 Digests verify that the replicas are equal: of all bytes at the first save of an assignment, of samples and a rotating
@@ -81,13 +81,13 @@ class ReplicatedTensors:
         for number, name in enumerate(view.names):
             dtype, shape = view.dtypes[number], view.shapes[number]
             size = dtypes.byte_count(dtype, shape)
-            is_shareable = view.changes[number] is Changes.ON_STEP and not any(
-                naming.is_within(name, prefix) for prefix in per_rank
-            )
+            piece = view.block_positions[number]
+            is_shareable = (
+                view.changes[number] is Changes.ON_STEP or piece is not None
+            ) and not any(naming.is_within(name, prefix) for prefix in per_rank)
             if not is_shareable or not size:
                 own_bytes += size
                 continue
-            piece = view.block_positions[number]
             identity = (
                 f"{name}\n{dtypes.name_of(dtype)}\n{tuple(shape)}\n{piece and tuple(piece)}\n"
                 f"{view.strides[number]}\n{view.plain[number]}\n{view.sources[number].device.type}"

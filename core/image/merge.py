@@ -36,6 +36,7 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.state.item import OnResize
 from tierfall.core.tensors import names as naming
+from tierfall.core.tensors.dtensor import find_overlap
 from tierfall.core.tensors.dtypes import byte_count
 from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.errors import IntegrityError
@@ -297,13 +298,20 @@ class _Merger:
             shape = stored.whole_shape
             is_sharded = (stored.piece is None) != (first.piece is None)
             if is_sharded or shape != whole or stored.dtype is not first.dtype:
+                one, other = ("" if s.piece is None else ", in blocks," for s in (first, stored))
                 raise _Conflict(
-                    f"is {first.dtype} {whole} on rank {first_rank} and {stored.dtype} {shape} on rank {rank}"
+                    f"is {first.dtype} {whole}{one} on rank {first_rank} and {stored.dtype} {shape}{other} on rank "
+                    f"{rank}"
                 )
-        blocks = {(s.piece, s.shape): math.prod(s.shape) for _, s in found if s.piece}
-        if first.piece is not None and sum(blocks.values()) != math.prod(whole):
+        blocks = {stored.piece: rank for rank, stored in found if stored.piece is not None}
+        if overlap := find_overlap([*blocks]):
+            one, other = (f"{piece} on rank {blocks[piece]}" for piece in overlap)
+            raise _Conflict(f"has blocks that overlap: {one}, and {other}")
+        elements = sum(math.prod(piece.lengths) for piece in blocks)
+        if first.piece is not None and elements != math.prod(whole):
             raise _Conflict(
-                "is incomplete: the blocks of the ranks do not add up to the whole tensor"
+                "is incomplete: the blocks of the ranks do not add up to the whole tensor, but to "
+                f"{elements} of its {math.prod(whole)} elements"
             )
 
     # ---- the tree

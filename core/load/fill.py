@@ -31,6 +31,7 @@ from tierfall.core.image.tree import (
     Node,
     ObjectNode,
     OptimizerNode,
+    PiecesNode,
     QuantizedNode,
     RandomNode,
     SequenceNode,
@@ -54,7 +55,7 @@ from tierfall.core.state.state_dicts import (
 )
 from tierfall.core.tensors import names, rng, value_codec, wrappers
 from tierfall.core.tensors.builtin_codecs import UnknownValue
-from tierfall.core.tensors.dtensor import as_dtensor_like, is_sharded, local_tensor
+from tierfall.core.tensors.dtensor import LocalBlocks, as_dtensor_like, is_sharded, local_tensor
 from tierfall.core.tensors.tensors import refusal, to_bytes
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import format_some, with_article
@@ -109,8 +110,7 @@ class ValueFiller:
         elif self._has_others and holds_tensors(live) and stored in ([], ()):
             self._work.extra(live, name)
         elif self._has_others and holds_tensors(live):
-            kind = with_article(type(live).__qualname__)
-            self._work.report.differs(name, "a plain value", kind)
+            self._work.report.differs(name, "a plain value", _kind_of_live(live))
         elif (
             type(live) in (list, tuple)
             and type(live) is type(stored)
@@ -472,6 +472,8 @@ class _Filler:
             return
         live, set_value = self._open(node, live, set_value)
         match node:
+            case TensorNode() | PiecesNode() if isinstance(live, LocalBlocks):
+                self._blocks(node, live, name)
             case _ if isinstance(node, TENSORS):
                 self._tensor(node, live, set_value, name)
             case ValueNode() | CodecNode():
@@ -551,7 +553,7 @@ class _Filler:
         elif live is None and not isinstance(node, RandomNode):
             self.work.absent(node, name)  # no object is made
         else:
-            self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
+            self.report.differs(name, _kind(node), _kind_of_live(live))
 
     def _refuse_dict(self, live: Any, name: str) -> None:
         self.report.refuses(
@@ -566,7 +568,7 @@ class _Filler:
         if type(stored) in value_codec.MAPPINGS and is_stateful(live):
             self._refuse_dict(live, name)
         else:
-            self.report.differs(name, "a plain value", with_article(type(live).__qualname__))
+            self.report.differs(name, "a plain value", _kind_of_live(live))
 
     def _mapping(self, node: MapNode, live: Mapping[Any, Any], name: str) -> None:
         if self._is_state_dict(live, name):
@@ -650,13 +652,25 @@ class _Filler:
             self.work.filled_parameters.append(live)
         self.matcher.fill(node, live, name)
 
+    def _blocks(self, node: TensorNode | PiecesNode, live: LocalBlocks, name: str) -> None:
+        """Fill this rank's blocks of a tensor: from its image, if that has equal blocks; else each with its region."""
+        stored = {self.work.header.tensors[at].piece: at for at in node.own_positions()}
+        for tensor, piece in live.parts:
+            if not stored:
+                self.report.refuses(name, "has a block in the state, and none in the checkpoint")
+                return
+            if isinstance(tensor, nn.Parameter):
+                self.work.filled_parameters.append(tensor)
+            at = stored.get(piece, min(stored.values()))
+            self.matcher.tensor(at, tensor, name, piece)
+
     def _is_block(self, node: Node) -> bool:
         """Return whether an image has only a block of a tensor."""
         stored = (self.work.header.tensors[position] for position in positions_of(node))
         return any(tensor.shape != tensor.whole_shape for tensor in stored)
 
     def _value(self, node: ValueNode | CodecNode, live: Any, set_value: Setter, name: str) -> None:
-        if isinstance(live, (torch.Tensor, nn.Module)) or is_stateful(live):
+        if isinstance(live, (torch.Tensor, nn.Module, LocalBlocks)) or is_stateful(live):
             self._refuse_plain(node, live, name)
             return
         reported = [self._is_state_dict(each, below) for below, each in visit_state(live, name)]
@@ -735,6 +749,11 @@ def _is_of_kind(live: object, node: Node) -> bool:
     if isinstance(node, SequenceNode):
         return type(live) is (tuple if node.is_tuple else list)
     return isinstance(node, MapNode) and type(live) in value_codec.MAPPINGS
+
+
+def _kind_of_live(live: object) -> str:
+    is_block = isinstance(live, LocalBlocks)
+    return "blocks of a tensor" if is_block else with_article(type(live).__qualname__)
 
 
 def _kind(node: Node) -> str:

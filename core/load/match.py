@@ -29,6 +29,7 @@ from tierfall.core.load.build import BlockTarget, Builder
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.tensors import builtin_codecs, dtypes, numpy_values, tensors, wrappers
 from tierfall.core.tensors.dtensor import (
+    LocalBlocks,
     NotOneBlockError,
     TensorPiece,
     is_sharded,
@@ -120,34 +121,44 @@ class TensorMatcher:
             case TensorNode():
                 self.tensor(node.position, live, name)
 
-    def compare(self, position: int, live: torch.Tensor, name: str, resize: str = "") -> bool:
+    def compare(
+        self,
+        position: int,
+        live: torch.Tensor,
+        name: str,
+        resize: str = "",
+        piece: TensorPiece | None = None,
+    ) -> bool:
         """Return whether dtype and shape are equal; report the mismatch where they are not. ``resize``: it is an
-        optimizer's state of the parameter of that name."""
+        optimizer's state of the parameter of that name. ``piece``: it is that block of a tensor."""
         stored = self._builder.header.tensors[position]
         try:
-            piece = piece_of(live)
+            piece = piece or piece_of(live)
         except NotOneBlockError as error:
             self._report.refuses(name, f"cannot be restored into: {error}")
             return False
-        shape = stored.shape if stored.piece is None else stored.piece.shape
+        shape, whole = stored.whole_shape, tuple(live.shape) if piece is None else piece.shape
         same = piece == stored.piece or self._builder.header.merged
-        if live.dtype is stored.dtype and tuple(live.shape) == shape and same:
+        if live.dtype is stored.dtype and whole == shape and same:
             return True
-        is_resizable = tuple(live.shape) != shape and can_resize(stored, live)
+        is_resizable = whole != shape and can_resize(stored, live)
         # state of an optimizer may have another one
         same_dtype = bool(resize) or live.dtype is stored.dtype
         self._report.differs(
             name,
             _describe(stored.dtype, shape, stored.piece),
-            _describe(live.dtype, tuple(live.shape), piece),
+            _describe(live.dtype, whole, piece),
             resize=(resize or name) if is_resizable and same_dtype else "",
             dtype="" if same_dtype else dtypes.name_of(live.dtype),
         )
         return False
 
-    def tensor(self, position: int, live: torch.Tensor, name: str) -> None:
-        """Fill ``live`` from a stored tensor, in place; of a sharded tensor, this rank's block."""
-        if self._resizes(name) and self._resize(position, live, name):
+    def tensor(
+        self, position: int, live: torch.Tensor, name: str, piece: TensorPiece | None = None
+    ) -> None:
+        """Fill ``live`` from a stored tensor, in place; of a sharded tensor, this rank's block. ``piece``: it is that
+        block of a tensor."""
+        if self._resizes(name) and self._resize(position, live, name, piece):
             return
         self._written.append(live)
         if wrappers.is_wrapper(live):
@@ -156,23 +167,26 @@ class TensorMatcher:
         reason = tensors.refusal(local_tensor(live))
         if reason is not None:
             self._report.refuses(name, f"cannot be restored into: {reason}")
-        elif self.compare(position, live, name):
-            local, piece = local_part(live) if is_sharded(live) else (live, None)
+        elif self.compare(position, live, name, piece=piece):
+            local, piece = local_part(live) if is_sharded(live) else (live, piece)
             if self._claim(position, local, name):
                 block = piece if self._builder.header.merged else None
                 self._target(position, local.detach(), name, block)
 
-    def _resize(self, position: int, live: torch.Tensor, name: str) -> bool:
+    def _resize(
+        self, position: int, live: torch.Tensor, name: str, piece: TensorPiece | None
+    ) -> bool:
         """Fill what a tensor of another shape has in common with the stored one; False where the shapes are equal, or
         more differs than they."""
         stored = self._builder.header.tensors[position]
         if wrappers.is_wrapper(live) or tensors.refusal(local_tensor(live)) is not None:
             return False
-        if live.shape == stored.whole_shape or live.dtype is not stored.dtype:
+        whole = tuple(live.shape) if piece is None else piece.shape
+        if whole == stored.whole_shape or live.dtype is not stored.dtype:
             return False
         if not can_resize(stored, live):
             return False
-        local, offset = part_of(live)
+        local, offset = part_of(live) if piece is None else (live, piece.offset)
         if self._claim(position, local, name):
             self._resized.add(name)
             self.copies.append(plan_common(self._builder, position, local.detach(), offset))
@@ -259,14 +273,14 @@ class TensorMatcher:
         if memory is not None and memory.nbytes == length and self._report.strict:
             self._values.append(_Claim(memory, position, name))
 
-    def check_kept(self, kept: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def check_kept(self, kept: Iterable[tuple[str, object]]) -> None:
         """Report those of ``kept``, tensors that the caller skips, whose memory is filled under another name."""
         claims = [*self._all_claims(), *self._values]
         filled = AddressRanges(
             AddressRange.of(claim.live) for claim in claims if claim.live.numel()
         )
         for name, live in kept:
-            for part in map(local_tensor, wrappers.inner_tensors(live)):
+            for part in _memory_of(live):
                 if tensors.refusal(part) is not None or not part.numel():
                     continue
                 if filled.overlaps(AddressRange.of(part)):
@@ -284,10 +298,8 @@ class TensorMatcher:
 
     def has_memory(self, live: object) -> bool:
         """Return whether a tensor's memory is a target."""
-        if not isinstance(live, torch.Tensor):
-            return False
-        parts = [*map(local_tensor, wrappers.inner_tensors(live))]
-        return all(
+        parts = _memory_of(live)
+        return bool(parts) and all(
             tensors.refusal(part) is None
             and any(
                 tensors.same_memory(claim.live, part)
@@ -362,6 +374,14 @@ class TensorMatcher:
             self.copies.append(lambda: tensors.fill_whole(live, temporary))
         part = {} if block is None else {"offset": block.offset, "lengths": tuple(live.shape)}
         self._builder.targets.append(BlockTarget(position=position, target=flat, **part))
+
+
+def _memory_of(live: object) -> list[torch.Tensor]:
+    """Return the plain tensors that have the memory of a tensor, a wrapper or blocks; of other values none."""
+    if isinstance(live, LocalBlocks):
+        return [tensor for tensor, _ in live.parts]
+    inner = wrappers.inner_tensors(live) if isinstance(live, torch.Tensor) else ()
+    return [*map(local_tensor, inner)]
 
 
 def kept_by_skip(what: str, other: str) -> str:

@@ -35,7 +35,7 @@ from tierfall.core.state import modules
 from tierfall.core.state.item import unwrap, visit_state
 from tierfall.core.state.state_dicts import is_stateful, type_name
 from tierfall.core.tensors import builtin_codecs, names, numpy_values
-from tierfall.core.tensors.dtensor import NotOneBlockError, as_dtensor_like, local_part
+from tierfall.core.tensors.dtensor import LocalBlocks, NotOneBlockError, as_dtensor_like, local_part
 from tierfall.core.tensors.tensors import AddressRange
 from tierfall.core.types.errors import RestoreError
 
@@ -192,7 +192,7 @@ class RestoreWork:
         """Report skipped entries that the restore of another name would change."""
         live = live_parts(dict(self.state), "") if self.choices.skip else ()
         kept = [each for each in live if self.choices.skipped(each[0])]
-        self.matcher.check_kept((n, part) for n, part in kept if isinstance(part, torch.Tensor))
+        self.matcher.check_kept(kept)
         for name, part in kept:
             if id(part) in self._objects:
                 _, other, _ = self._objects[id(part)]
@@ -221,7 +221,7 @@ class RestoreWork:
             for each, content in _whole_or_parts(name, contents, kept):
                 self.report.extra(each, content)
             parts = dict(live)
-            lacking += [each for each in kept if isinstance(parts[each], torch.Tensor)]
+            lacking += [n for n in kept if isinstance(parts[n], torch.Tensor | LocalBlocks)]
         if lacking and not (self.choices.strict or self.matcher.fills_any):
             self._refuse_if_none_fits(lacking[0])
 
@@ -254,6 +254,8 @@ class RestoreWork:
 def _live_content(part: Any) -> object:
     if isinstance(part, torch.Tensor):
         return part.dtype, tuple(part.shape)
+    if isinstance(part, LocalBlocks):
+        return part.content
     return type_name(part) if is_stateful(part) else None
 
 
@@ -285,7 +287,7 @@ def live_parts(live: Any, name: str) -> Iterator[tuple[str, Any]]:
             if scan.refused is None:
                 for key, each in value.state_dict().items():
                     yield f"{below}.{scan.key_name(key)}", each
-        elif isinstance(value, torch.Tensor) or is_stateful(value):
+        elif isinstance(value, torch.Tensor | LocalBlocks) or is_stateful(value):
             yield below, value
 
 

@@ -24,7 +24,7 @@ from tierfall.core.sampling.lines import LINES_MAX, SamplePlan, Samples
 from tierfall.core.sampling.ranges import LINE_BYTES, WHOLE_LINES, SampledRange
 from tierfall.core.state.item import unwrap
 from tierfall.core.tensors import names, value_codec
-from tierfall.core.tensors.dtensor import any_sharded, local_tensor
+from tierfall.core.tensors.dtensor import LocalBlocks, any_sharded, local_tensor
 from tierfall.core.tensors.tensors import readable_bytes
 from tierfall.core.tensors.wrappers import inner_tensors
 
@@ -219,6 +219,10 @@ class _StateMap:
             self._optimizer(value, (trail, "state"), self._hold(parent, step))
         elif isinstance(value, torch.Tensor):
             self.paths.append(_TensorPath(trail, parent, step))
+        elif isinstance(value, LocalBlocks):
+            holder = self._hold(parent, step)
+            for index in range(len(value.parts)):
+                self.paths.append(_TensorPath(trail, holder, _part(index)))
         elif depth <= value_codec.DEPTH_MAX and isinstance(value, Mapping):
             holder = self._hold(parent, step)
             for key, child in value.items():
@@ -263,6 +267,10 @@ class _StateMap:
 
 def _entries(optimizer: Optimizer) -> int:
     return sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
+
+
+def _part(index: int) -> Step:
+    return lambda blocks: blocks.parts[index][0]
 
 
 def _child(name: str) -> Step:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Literal
 
 from tierfall.core.runtime.public_calls import public_call
-from tierfall.core.tensors import builtin_codecs, names, value_codec
+from tierfall.core.tensors import builtin_codecs, dtensor, names, value_codec
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import Changes
 
@@ -58,7 +58,8 @@ def item(
 
 
 register_codec = public_call(value_codec.register_codec)
-"""A public call: ``core.tensors`` cannot import those."""
+block = public_call(dtensor.block)
+"""Public calls: ``core.tensors`` cannot import those."""
 
 
 def unwrap(value: object) -> object:

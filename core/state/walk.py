@@ -106,6 +106,7 @@ def walk_state(
 
 _SCALARS = frozenset({int, float, bool, type(None)})
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
+_FILLED_IN_PLACE = frozenset({list, tuple, Branch, Item, *value_codec.MAPPINGS})
 
 
 def _advice(value: object) -> str:
@@ -171,7 +172,7 @@ class _Walk:
         self.rules: dict[str, OnResize] = {}
         self.types: dict[str, str] = {}
         self.optimizers: list[Optimizer] = []
-        self._ancestors: set[int] = set()
+        self._ancestors: dict[int, object] = {}
 
     def finish(self) -> None:
         self._cache.forget_others(self._used_names)
@@ -245,11 +246,11 @@ class _Walk:
     def _guard_cycle(self, value: object, trail: Trail, visit: Callable[[], T]) -> T:
         if id(value) in self._ancestors:
             refuse(trail, "contains itself")
-        self._ancestors.add(id(value))
+        self._ancestors[id(value)] = value
         try:
             return visit()
         finally:
-            self._ancestors.discard(id(value))
+            del self._ancestors[id(value)]
 
     def _registered(
         self, registered: ValueCodec, value: object, name: str, trail: Trail, depth: int
@@ -593,16 +594,24 @@ class _Walk:
         parts = blocks.parts
         if len(parts) == 1 and parts[0][1] is None and not wrappers.is_wrapper(parts[0][0]):
             return self._tensor(parts[0][0], name, trail)
+        around = next(
+            (v for v in self._ancestors.values() if type(v) not in _FILLED_IN_PLACE), None
+        )
+        if around is not None:
+            refuse(
+                trail,
+                f"cannot be saved: a block in {with_article(type(around).__name__)} could not be restored in place: "
+                "put it into a dict, list or tuple of the state",
+            )
         numbers = [
-            self._block(tensor, piece, f"{name}%p{number}" if number else name, trail)
+            self._block(tensor, piece, f"{name}%p{number}" if number else name, trail, blocks.alone)
             for number, (tensor, piece) in enumerate(parts)
         ]
         return numbers[0] if len(numbers) == 1 else ("p", tuple(numbers))
 
     def _block(
-        self, tensor: torch.Tensor, piece: TensorPiece | None, name: str, trail: Trail
+        self, tensor: torch.Tensor, piece: TensorPiece | None, name: str, trail: Trail, alone: bool
     ) -> int:
-        """Add a block, never as an alias: another rank may hold this block for only one of two tied tensors."""
         reason = tensors.refusal(tensor)
         if reason is None and tensor.is_quantized:
             reason = "a quantized tensor in blocks"
@@ -610,9 +619,10 @@ class _Walk:
             reason = f"a block of shape {tuple(tensor.shape)} at the position {piece}"
         if reason is not None:
             refuse(trail, f"cannot be saved: {reason}")
+        owner = id(tensor) if isinstance(tensor, nn.Parameter) else NO_OWNER
         tensor = tensor.detach()
-        kind = (tensor.dtype, tensor.shape)
-        return self._add(tensor, *kind, name, trail, piece=piece, alone=True)
+        kind = (tensor.dtype, tuple(tensor.shape))
+        return self._add(tensor, *kind, name, trail, owner=owner, piece=piece, alone=alone)
 
     def _quantized(self, tensor: torch.Tensor, name: str, trail: Trail, *, owner: int) -> Node:
         try:

@@ -1,17 +1,21 @@
-"""Tensors sharded across ranks: this rank's block, and its offset in the whole.
+"""Tensors sharded across ranks: this rank's blocks, and their offsets in the whole.
 
-Supports DTensor, and other types that implement ``__create_chunk_list__`` of torch's checkpoint protocol. The module
-that defines DTensor is looked up, never imported.
+Supports DTensor, whose module is looked up, never imported; and blocks of any other layout, which the caller places.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from tierfall.core.types.errors import ConfigError
 
 
 class TensorPiece(NamedTuple):
@@ -21,13 +25,127 @@ class TensorPiece(NamedTuple):
     offset: tuple[int, ...]
     lengths: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"a block of {self.lengths} at {self.offset}"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalBlocks:
     """This rank's blocks of one tensor, sharded by the caller: plain tensors, each with its position (None: the whole
-    tensor). With no blocks, the tensor is still part of the state, and is stored in other ranks' images."""
+    tensor). With no blocks, the tensor is still part of the state, and is stored in other ranks' images.
+
+    ``alone``: a block is never stored as an alias, since another rank may hold it for only one of two tied tensors."""
 
     parts: tuple[tuple[torch.Tensor, TensorPiece | None], ...]
+    alone: bool = False
+
+    @property
+    def content(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Dtype and shape of the whole tensor; None without blocks."""
+        for tensor, piece in self.parts:
+            return tensor.dtype, tuple(tensor.shape) if piece is None else piece.shape
+        return None
+
+
+def block(
+    tensor: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    shape: Sequence[int],
+    offset: Sequence[int] | Sequence[Sequence[int]],
+) -> LocalBlocks:
+    """Make one tensor of ``state`` out of blocks that the ranks hold, in a layout that is no DTensor.
+
+    The whole tensor has ``shape``; ``tensor`` is this rank's block of it, which begins at ``offset``, both counted in
+    elements of each dimension. The tensor has as many dimensions as the whole. A rank that holds several blocks passes
+    lists of equal length of tensors and of offsets. A rank that holds none leaves the name out, or passes empty lists::
+
+        rows = 1024 // world_size
+        weight = tierfall.block(tensor, shape=(1024, 512), offset=(rank * rows, 0))
+        experts = tierfall.block(list_of_2, shape=(8, 512, 64), offset=[(3, 0, 0), (7, 0, 0)])
+        ckpt.save(step, {"weight": weight, "experts": experts})
+
+    A save captures a block as the tensor itself. A restore fills the tensors in place, each with its region, from any
+    layout in which the whole was saved. ``load`` returns the whole. Blocks of several ranks that have the same place
+    are replicas, stored once. Blocks that overlap otherwise, or do not add up to the whole, are restored to the ranks
+    that saved them; another layout raises RestoreError.
+
+    Raises ConfigError for a block that lies outside of the whole, or has another number of dimensions; for two blocks
+    of this rank that overlap or differ in their dtypes; and for a DTensor, which belongs into the state as it is.
+    """
+    is_one = isinstance(tensor, torch.Tensor)
+    tensors, offsets = ([tensor], [offset]) if is_one else (list(tensor), list(offset))
+    if len(tensors) != len(offsets):
+        raise ConfigError(
+            f"block: {len(tensors)} tensors and {len(offsets)} offsets: expected an offset for each tensor"
+        )
+    whole = _lengths(shape, "shape")
+    parts = [
+        (each, _place(each, whole, _lengths(at, "offset")))
+        for each, at in zip(tensors, offsets, strict=True)
+    ]
+    if len({each.dtype for each, _ in parts}) > 1:
+        raise ConfigError(
+            f"block: blocks of one tensor have one dtype, not {[str(t.dtype) for t, _ in parts]}"
+        )
+    if overlap := find_overlap([piece for _, piece in parts]):
+        one, other = overlap
+        raise ConfigError(f"block: {one} and {other} overlap: this rank's blocks have to be apart")
+    parts.sort(key=lambda part: part[1].offset)
+    return LocalBlocks(tuple(parts))
+
+
+def _lengths(numbers: Any, what: str) -> tuple[int, ...]:
+    try:
+        found = tuple(map(operator.index, numbers))
+    except TypeError:
+        found = (-1,)
+    if any(number < 0 for number in found):
+        raise ConfigError(
+            f"block: {what}={numbers!r}; expected a number of elements for each dimension, such as (4, 128)"
+        )
+    return found
+
+
+def _place(tensor: Any, shape: tuple[int, ...], offset: tuple[int, ...]) -> TensorPiece:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(
+            f"block: {type(tensor).__qualname__} is no tensor: expected a tensor, or a list of them"
+        )
+    if is_sharded(tensor):
+        raise ConfigError("block: a DTensor knows its place: put it into the state as it is")
+    lengths = tuple(tensor.shape)
+    if not len(lengths) == len(shape) == len(offset):
+        raise ConfigError(
+            f"block: a tensor of shape {lengths} at offset {offset} of shape {shape}: all three need the same number "
+            "of dimensions; view the tensor with dimensions of length 1, such as tensor.unsqueeze(0)"
+        )
+    piece = TensorPiece(shape, offset, lengths)
+    if any(at + length > end for end, at, length in zip(*piece, strict=True)):
+        raise ConfigError(f"block: {piece} reaches outside of the whole, of shape {shape}")
+    return piece
+
+
+def find_overlap(pieces: Sequence[TensorPiece]) -> tuple[TensorPiece, TensorPiece] | None:
+    """Two blocks of one tensor that have elements in common; None if there are none. Blocks that are apart along one
+    dimension are not compared along the others."""
+    pieces = [piece for piece in pieces if math.prod(piece.lengths)]
+    for at in range(len(pieces[0].shape) if len(pieces) > 1 else 0):
+        groups: list[list[TensorPiece]] = []
+        end = 0
+        for piece in sorted(pieces, key=lambda piece: piece.offset[at]):
+            if not groups or piece.offset[at] >= end:
+                groups.append([])
+            groups[-1].append(piece)
+            end = max(end, piece.offset[at] + piece.lengths[at])
+        if len(groups) > 1:
+            return next(filter(None, map(find_overlap, groups)), None)
+    return next(filter(_have_common, itertools.combinations(pieces, 2)), None)
+
+
+def _have_common(pair: tuple[TensorPiece, TensorPiece]) -> bool:
+    one, other = pair
+    places = zip(one.offset, one.lengths, other.offset, other.lengths, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in places)
 
 
 class Branch(dict[str, Any]):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tierfall
@@ -526,6 +526,107 @@ def refused_states(rank: int, folder: str) -> list[list[str]]:
             _refused(lambda: ckpt.save(1, {"partial": partial})),
             _refused(lambda: ckpt.save(2, {"wrapped": fsdp1})),
         ]
+
+
+# Blocks that the caller places -----------------------------------------------------------------------------
+
+WHOLE = torch.arange(60.0).view(10, 6)
+
+
+def places(layout: str, rank: int, ranks: int) -> list[tuple[slice, slice]]:
+    """The rows and columns of ``WHOLE`` that a rank has."""
+    every = slice(0, 10), slice(0, 6)
+    share, column = slice(10 * rank // ranks, 10 * (rank + 1) // ranks), rank % 2
+    match layout:
+        case "rows":
+            return [(share, every[1])]
+        case "columns":  # the last of four has none
+            wide = -(-6 // ranks)
+            return [(every[0], slice(min(6, rank * wide), min(6, (rank + 1) * wide)))]
+        case "grid":
+            half = rank // 2
+            return [(slice(4 * half, 4 + 6 * half), slice(5 * column, 5 + column))]
+        case "pairs":
+            return places("rows", rank // 2, ranks // 2)
+        case "layers":
+            return [(slice(at, at + 1), every[1]) for at in range(rank, 10, ranks)]
+        case "odd" | "left out":
+            return places("rows", rank // 2, ranks // 2) if rank % 2 else []
+        case "gap":
+            return [(slice(2 * rank, 2 * rank + 1), every[1])]
+        case "overlap":  # as many elements as the whole has
+            return [(slice((0, 3, 3, 4)[rank], (3, 5, 6, 6)[rank]), every[1])]
+    return [every]
+
+
+def blocks_of(layout: str, rank: int, ranks: int, whole: torch.Tensor) -> dict[str, Any]:
+    """A state with the parts of a tensor that a rank has, some with gaps in their memory."""
+    made = {}
+    for name, tensor in (("w", whole), ("half", (whole / 3).bfloat16())):
+        if layout in ("plain", "dtensor"):
+            mesh = init_device_mesh("cpu", (ranks,)) if layout == "dtensor" else None
+            plain = tensor.clone()
+            made[name] = plain if mesh is None else distribute_tensor(plain, mesh, [Shard(1)])
+            continue
+        own = places(layout, rank, ranks)
+        parts = [tensor[place].t().clone().t() for place in own]
+        at = [(rows.start, columns.start) for rows, columns in own]
+        if own or layout != "left out":
+            one = len(own) == 1
+            parts, at = (parts[0], at[0]) if one else (parts, at)  # type: ignore[assignment]
+            made[name] = tierfall.block(parts, shape=tensor.shape, offset=at)
+    return {"deep": [{"seed": 5, **made}]}
+
+
+def memory_of(state: Any) -> list[torch.Tensor]:
+    (made,) = state["deep"]
+    found: list[Any] = []
+    for value in [value for name, value in made.items() if name != "seed"]:
+        held = isinstance(value, torch.Tensor)
+        found += [value] if held else [tensor for tensor, _ in value.parts]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in found]
+
+
+def blocks(
+    rank: int, folder: str, layout: str, members: Sequence[int], saves: bool = False, **how: Any
+) -> Any:
+    """Save a tensor in blocks, twice; or restore it in another layout: whether each rank has its part of it, and
+    whether the ranks read more than there is."""
+    group = dist.new_group(list(members))
+    if rank not in members:
+        return None
+    with tierfall.open(config(folder), process_group=group) as ckpt:
+        place = members.index(rank), len(members)
+        expected = blocks_of(layout, *place, WHOLE)
+        if saves:
+            return [outcome(ckpt.save(step, expected), "pfs") for step in (1, 2)]
+        state = blocks_of(layout, *place, torch.full_like(WHOLE, -1))
+        said = _refused(lambda: ckpt.restore(state, **how))
+        if said:
+            blank = blocks_of(layout, *place, torch.full_like(WHOLE, -1))
+            return [*said, equal(memory_of(state), memory_of(blank))]
+        return equal(memory_of(state), memory_of(expected))
+
+
+def blocks_that_train(rank: int, folder: str, steps: int) -> Any:
+    """Train rows of a weight, which two ranks have, with their moments; lazy saves, and what the last one has."""
+    half = WHOLE[5 * (rank // 2) : 5 * (rank // 2) + 5].clone()
+    weight, at = nn.Parameter(half), (5 * (rank // 2), 0)
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    with tierfall.open(config(folder)) as ckpt:
+        for step in range(1, steps + 1):
+            (weight**2).sum().backward()
+            optimizer.step()
+            named = {"weight": weight, **optimizer.state[weight]}
+            named.pop("step")
+            state = {
+                name: tierfall.block(each, shape=WHOLE.shape, offset=at)
+                for name, each in named.items()
+            }
+            handle = ckpt.save(step, state)
+        optimizer.step()
+        handle.wait("pfs", 30)
+        return ckpt.statistics().lazy_saves
 
 
 # Values, when the number of ranks changes ---------------------------------------------------------------

@@ -22,6 +22,7 @@ from safetensors import safe_open
 import tierfall
 from tests.contract import of_ranks
 from tests.contract.kit import Crew, Raised, crew, equal, flip, tierfall_command, wait_until
+from tests.contract.of_ranks import WHOLE
 from tierfall.errors import LockError
 
 SELDOM = {"flush": {"every": 100}}
@@ -454,6 +455,79 @@ def test_replicas_are_written_once_and_those_that_differ_fail_that_save_by_name(
     for step in (3, 1):
         found = four.run(of_ranks.replicas_again, folder=folder, step=step, changed=step == 3)
         assert found == [[step, True, True]] * 4
+
+
+# Blocks that the caller places -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [
+        ("rows", [("rows", ALL), ("columns", ALL), ("grid", [1, 2]), ("plain", [3])]),
+        ("layers", [("layers", ALL), ("rows", [0, 1]), ("dtensor", ALL)]),
+        ("grid", [("layers", [0, 1, 2]), ("odd", ALL), ("columns", [2])]),
+        ("pairs", [("pairs", ALL), ("layers", [0])]),
+        ("odd", [("odd", ALL), ("rows", [2, 3])]),
+        ("left out", [("left out", ALL), ("rows", ALL), ("rows", [2, 3])]),
+        ("dtensor", [("grid", ALL)]),
+        ("plain", [("columns", ALL), ("layers", [0])]),
+    ],
+)
+def test_blocks_come_back_in_any_layout(
+    four: Crew, folder: str, tmp_path: Path, saved: str, restored: list[Any]
+) -> None:
+    """With replicas, several blocks of a rank, ranks without any, and blocks of length 0; each byte is stored once."""
+    words = {"folder": folder, "layout": saved, "members": ALL}
+    assert four.run(of_ranks.blocks, saves=True, **words) == [[["saved", ""]] * 2] * 4
+    if saved != "plain":
+        folder_of_one = step_folder(tmp_path, "pfs", 1)
+        written = [
+            (piece["name"].partition("%")[0], *piece["offset"])
+            for path in folder_of_one.glob("rank-*.json")
+            for piece in json.loads(path.read_text())["pieces"]
+            if piece["end"] > piece["start"] and piece["name"].startswith("deep")
+        ]
+        assert len(written) == len({*written})
+    (deep,) = tierfall.load(tmp_path / "pfs")["deep"]
+    assert equal(deep, {"seed": 5, "w": WHOLE, "half": (WHOLE / 3).bfloat16()})
+    with tierfall.open_tensors(tmp_path / "pfs") as tensors:
+        assert torch.equal(tensors.slice("deep.0.w")[3:7, 1:], WHOLE[3:7, 1:])
+    for layout, members in restored:
+        found = four.run(of_ranks.blocks, folder=folder, layout=layout, members=members)
+        assert [found[rank] for rank in members] == [True] * len(members), layout
+
+
+@pytest.mark.parametrize(("layout", "why"), [("gap", "incomplete"), ("overlap", "overlap")])
+def test_blocks_that_are_no_whole_come_back_to_their_ranks_alone(
+    four: Crew, folder: str, tmp_path: Path, layout: str, why: str
+) -> None:
+    words = {"folder": folder, "layout": layout, "members": ALL}
+    four.run(of_ranks.blocks, saves=True, **words)
+    assert four.run(of_ranks.blocks, **words) == [True] * 4
+    for error, text, untouched in four.run(
+        of_ranks.blocks, folder=folder, layout="rows", members=ALL
+    ):
+        assert (error, untouched) == ("RestoreError", True)
+        assert why in text
+        assert "deep.0.w" in text
+    with pytest.raises(tierfall.errors.RestoreError, match=why):
+        tierfall.load(tmp_path / "pfs")
+
+
+def test_blocks_that_an_optimizer_steps_are_captured_lazily(
+    four: Crew, folder: str, tmp_path: Path
+) -> None:
+    assert four.run(of_ranks.blocks_that_train, folder=folder, steps=4) == [3] * 4
+    loaded = tierfall.load(tmp_path / "pfs")
+    del loaded["rng"]
+    weight = torch.nn.Parameter(WHOLE.clone())
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    for _ in range(4):
+        (weight**2).sum().backward()
+        optimizer.step()
+    moments = optimizer.state[weight]
+    moments.pop("step")
+    assert equal(loaded, {"weight": weight.detach(), **moments})
 
 
 def test_sums_that_are_not_summed_up_and_fsdp1_are_refused_by_name(four: Crew, folder: str) -> None:

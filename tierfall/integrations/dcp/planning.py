@@ -149,7 +149,7 @@ def _as_leaf(blocks: list[tuple[torch.Tensor, TensorPiece | None]]) -> object:
     """Return blocks as a leaf. A tensor on a device is read in the order of this thread's work there, without a second
     copy."""
     on_host = all(tensor.is_cpu for tensor, _ in blocks)
-    return item(LocalBlocks(tuple(blocks)), changes="anytime" if on_host else "on_step")
+    return item(LocalBlocks(tuple(blocks), alone=True), changes="anytime" if on_host else "on_step")
 
 
 def _block(
