@@ -36,9 +36,10 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.state.item import OnResize
 from tierfall.core.tensors import names as naming
+from tierfall.core.tensors import value_codec
 from tierfall.core.tensors.dtensor import find_overlap
 from tierfall.core.tensors.dtypes import byte_count
-from tierfall.core.tensors.value_codec import Coded
+from tierfall.core.tensors.value_codec import MAPPING_TYPES, Coded
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.text import format_ranks
 
@@ -162,6 +163,18 @@ def _blocks_of(holders: Mapping[int, Sequence[StoredTensor]]) -> list[tuple[int,
     return [(rank, stored) for rank, blocks in holders.items() for stored in blocks]
 
 
+def _own_blobs(coded: Coded, blobs: Sequence[int], found: list[int]) -> Coded:
+    """A part of a value whose blobs are numbered anew; ``found`` gets their positions."""
+    if isinstance(coded, list):
+        return [_own_blobs(each, blobs, found) for each in coded]
+    if not isinstance(coded, dict):
+        return coded
+    if coded.get(value_codec.TAG) == "blob":
+        found.append(blobs[coded["t"]])
+        return {**coded, "t": len(found) - 1}
+    return {key: _own_blobs(each, blobs, found) for key, each in coded.items()}
+
+
 class _Conflict(Exception):
     """Ranks differ; the message describes how."""
 
@@ -184,6 +197,7 @@ class _Merger:
         self._tables = {rank: table_of(header) for rank, header in headers.items()}
         self._holders: list[dict[int, list[StoredTensor]]] = []
         """By position, each rank's blocks of a tensor."""
+        self._coded = {rank: [*header.values] for rank, header in headers.items()}
         self._values: list[Coded] = []
 
     def merge(self, what: str) -> MergedHeader:
@@ -325,6 +339,8 @@ class _Merger:
         }
         # A rank without a block of a tensor does not know its kind; others do.
         nodes = {r: n for r, n in nodes.items() if not isinstance(n, PiecesNode)} or nodes
+        if any(isinstance(node, MapNode) for node in nodes.values()):
+            nodes = {rank: self._opened(rank, node) for rank, node in nodes.items()}
         kinds = {type(node) for node in nodes.values()}
         if kinds == {PiecesNode}:
             return PiecesNode(())
@@ -337,6 +353,22 @@ class _Merger:
             return self._same_kind(nodes, name, top)
         except _Conflict as conflict:
             return ConflictNode(str(conflict))
+
+    def _opened(self, rank: int, node: Node) -> Node:
+        """A mapping of plain values entry by entry, since other ranks have tensors in it."""
+        values, entries = self._coded[rank], []
+        match values[node.number] if isinstance(node, ValueNode) else None:
+            case {value_codec.TAG: str(kind), "v": [*pairs]} if kind in MAPPING_TYPES:
+                pass
+            case dict() as plain if value_codec.TAG not in plain:
+                kind, pairs = "dict", [*plain.items()]
+            case _:
+                return node
+        for key, value in pairs:
+            blobs: list[int] = []
+            values.append(_own_blobs(value, node.own_positions(), blobs))
+            entries.append((value_codec.decode_key(key), ValueNode(len(values) - 1, tuple(blobs))))
+        return MapNode(kind, tuple(entries))
 
     def _by_rule(self, nodes: Mapping[int, Node], rule: OnResize) -> Node:
         """One rank's entry, whatever the others have; or a KeptNode, which leaves the live entry unchanged."""
@@ -444,7 +476,7 @@ class _Merger:
         )
 
     def _value(self, nodes: Mapping[int, ValueNode]) -> Node:
-        coded = {rank: self._headers[rank].values[node.number] for rank, node in nodes.items()}
+        coded = {rank: self._coded[rank][node.number] for rank, node in nodes.items()}
         if self._own in nodes:
             nodes = {self._own: nodes[self._own]}
         elif any(value != next(iter(coded.values())) for value in coded.values()):
@@ -456,7 +488,7 @@ class _Merger:
             )
             raise _Conflict(f"differs between the ranks that saved it: {found}")
         rank, first = next(iter(nodes.items()))
-        self._values.append(self._headers[rank].values[first.number])
+        self._values.append(self._coded[rank][first.number])
         blobs = tuple(
             self._position({r: node.blobs[index] for r, node in nodes.items()})
             for index in range(len(first.blobs))

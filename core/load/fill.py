@@ -655,14 +655,14 @@ class _Filler:
     def _blocks(self, node: TensorNode | PiecesNode, live: LocalBlocks, name: str) -> None:
         """Fill this rank's blocks of a tensor: from its image, if that has equal blocks; else each with its region."""
         stored = {self.work.header.tensors[at].piece: at for at in node.own_positions()}
-        for tensor, piece in live.parts:
-            if not stored:
-                self.report.refuses(name, "has a block in the state, and none in the checkpoint")
-                return
-            if isinstance(tensor, nn.Parameter):
-                self.work.filled_parameters.append(tensor)
-            at = stored.get(piece, min(stored.values()))
-            self.matcher.tensor(at, tensor, name, piece)
+        if live.parts and not stored:
+            self.report.refuses(name, "has a block in the state, and none in the checkpoint")
+            return
+        for part in live.parts:
+            if isinstance(part[0], nn.Parameter):
+                self.work.filled_parameters.append(part[0])
+            at = stored.get(part[1], min(stored.values()))
+            self.matcher.tensor(at, LocalBlocks((part,)), name)
 
     def _is_block(self, node: Node) -> bool:
         """Return whether an image has only a block of a tensor."""

@@ -32,7 +32,6 @@ from tierfall.core.tensors.dtensor import (
     LocalBlocks,
     NotOneBlockError,
     TensorPiece,
-    is_sharded,
     local_part,
     local_tensor,
     piece_of,
@@ -53,6 +52,7 @@ class _Claim:
     live: torch.Tensor
     position: int
     name: str
+    piece: TensorPiece | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,72 +121,59 @@ class TensorMatcher:
             case TensorNode():
                 self.tensor(node.position, live, name)
 
-    def compare(
-        self,
-        position: int,
-        live: torch.Tensor,
-        name: str,
-        resize: str = "",
-        piece: TensorPiece | None = None,
-    ) -> bool:
+    def compare(self, position: int, live: Any, name: str, resize: str = "") -> bool:
         """Return whether dtype and shape are equal; report the mismatch where they are not. ``resize``: it is an
-        optimizer's state of the parameter of that name. ``piece``: it is that block of a tensor."""
+        optimizer's state of the parameter of that name."""
         stored = self._builder.header.tensors[position]
         try:
-            piece = piece or piece_of(live)
+            piece = piece_of(live)
         except NotOneBlockError as error:
             self._report.refuses(name, f"cannot be restored into: {error}")
             return False
-        shape, whole = stored.whole_shape, tuple(live.shape) if piece is None else piece.shape
+        shape = stored.whole_shape
         same = piece == stored.piece or self._builder.header.merged
-        if live.dtype is stored.dtype and whole == shape and same:
+        if live.dtype is stored.dtype and tuple(live.shape) == shape and same:
             return True
-        is_resizable = whole != shape and can_resize(stored, live)
+        is_resizable = tuple(live.shape) != shape and can_resize(stored, live)
         # state of an optimizer may have another one
         same_dtype = bool(resize) or live.dtype is stored.dtype
         self._report.differs(
             name,
             _describe(stored.dtype, shape, stored.piece),
-            _describe(live.dtype, whole, piece),
+            _describe(live.dtype, tuple(live.shape), piece),
             resize=(resize or name) if is_resizable and same_dtype else "",
             dtype="" if same_dtype else dtypes.name_of(live.dtype),
         )
         return False
 
-    def tensor(
-        self, position: int, live: torch.Tensor, name: str, piece: TensorPiece | None = None
-    ) -> None:
-        """Fill ``live`` from a stored tensor, in place; of a sharded tensor, this rank's block. ``piece``: it is that
-        block of a tensor."""
-        if self._resizes(name) and self._resize(position, live, name, piece):
+    def tensor(self, position: int, live: Any, name: str) -> None:
+        """Fill ``live`` from a stored tensor, in place; of a sharded tensor, this rank's block. It may be one block."""
+        if self._resizes(name) and self._resize(position, live, name):
             return
-        self._written.append(live)
+        self._written.append(live.parts[0][0] if isinstance(live, LocalBlocks) else live)
         if wrappers.is_wrapper(live):
             self._report.differs(name, "a plain tensor", f"one of {_class_of(live)}")
             return
         reason = tensors.refusal(local_tensor(live))
         if reason is not None:
             self._report.refuses(name, f"cannot be restored into: {reason}")
-        elif self.compare(position, live, name, piece=piece):
-            local, piece = local_part(live) if is_sharded(live) else (live, piece)
-            if self._claim(position, local, name):
+        elif self.compare(position, live, name):
+            local, piece = local_part(live)
+            if self._claim(position, local, name, piece):
                 block = piece if self._builder.header.merged else None
                 self._target(position, local.detach(), name, block)
 
-    def _resize(
-        self, position: int, live: torch.Tensor, name: str, piece: TensorPiece | None
-    ) -> bool:
+    def _resize(self, position: int, live: Any, name: str) -> bool:
         """Fill what a tensor of another shape has in common with the stored one; False where the shapes are equal, or
         more differs than they."""
         stored = self._builder.header.tensors[position]
         if wrappers.is_wrapper(live) or tensors.refusal(local_tensor(live)) is not None:
             return False
-        whole = tuple(live.shape) if piece is None else piece.shape
-        if whole == stored.whole_shape or live.dtype is not stored.dtype:
+        if tuple(live.shape) == stored.whole_shape or live.dtype is not stored.dtype:
             return False
         if not can_resize(stored, live):
             return False
-        local, offset = part_of(live) if piece is None else (live, piece.offset)
+        local, offset = part_of(live)
         if self._claim(position, local, name):
             self._resized.add(name)
             self.copies.append(plan_common(self._builder, position, local.detach(), offset))
@@ -345,16 +332,19 @@ class TensorMatcher:
         live = claim.live
         return claim.name not in self._resized and not live.is_conj() and not live.is_neg()
 
-    def _claim(self, position: int, live: torch.Tensor, name: str) -> bool:
+    def _claim(
+        self, position: int, live: torch.Tensor, name: str, piece: TensorPiece | None = None
+    ) -> bool:
         """Return whether ``live`` is to be filled: not if its memory is a target already."""
         self._filled.add(position)
         if not live.numel():
             return False
-        claim = _Claim(live, position, name)
+        claim = _Claim(live, position, name, piece)
         claims = self._claims.setdefault(live.data_ptr(), [])
         for other in claims:
             if tensors.same_memory(other.live, live):
-                if other.position != position and self._report.strict:
+                is_same = (other.position, other.piece) == (position, piece)
+                if not is_same and self._report.strict:
                     self._untied.append(claim)
                 return False
         claims.append(claim)
@@ -380,8 +370,9 @@ def _memory_of(live: object) -> list[torch.Tensor]:
     """Return the plain tensors that have the memory of a tensor, a wrapper or blocks; of other values none."""
     if isinstance(live, LocalBlocks):
         return [tensor for tensor, _ in live.parts]
-    inner = wrappers.inner_tensors(live) if isinstance(live, torch.Tensor) else ()
-    return [*map(local_tensor, inner)]
+    return (
+        [*map(local_tensor, wrappers.inner_tensors(live))] if isinstance(live, torch.Tensor) else []
+    )
 
 
 def kept_by_skip(what: str, other: str) -> str:
@@ -484,10 +475,8 @@ def can_resize(stored: StoredTensor, live: torch.Tensor) -> bool:
 
 def part_of(live: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return this rank's part of a tensor, and its offset in the whole one."""
-    if not is_sharded(live):
-        return live, (0,) * live.dim()
     local, piece = local_part(live)
-    return local, piece.offset
+    return local, (0,) * live.dim() if piece is None else piece.offset
 
 
 def plan_common(

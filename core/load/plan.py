@@ -135,7 +135,10 @@ class RestoreWork:
         flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
         self.builder.targets.append(
             BlockTarget(
-                position=position, target=flat, offset=piece.offset, lengths=tuple(local.shape)
+                position=position,
+                target=flat,
+                offset=piece and piece.offset,
+                lengths=tuple(local.shape),
             )
         )
         return as_dtensor_like(live, flat.view(dtype).view(local.shape))
@@ -252,10 +255,8 @@ class RestoreWork:
 
 
 def _live_content(part: Any) -> object:
-    if isinstance(part, torch.Tensor):
+    if isinstance(part, torch.Tensor | LocalBlocks):
         return part.dtype, tuple(part.shape)
-    if isinstance(part, LocalBlocks):
-        return part.content
     return type_name(part) if is_stateful(part) else None
 
 

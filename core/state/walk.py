@@ -554,10 +554,12 @@ class _Walk:
         self, entries: list[Any], cache_key: tuple[Any, ...], trail: Trail
     ) -> tuple[list[Any], tuple[Any, ...]]:
         """Replace DTensors by this rank's parts, and append the parts' positions to the cache key."""
-        parts = [self._local_part(t, trail) if is_sharded(t) else (t, None) for t in entries]
+        parts = [self._local_part(each, trail) for each in entries]
         return [local for local, _ in parts], (*cache_key, [piece for _, piece in parts])
 
-    def _local_part(self, tensor: torch.Tensor, trail: Trail) -> tuple[torch.Tensor, TensorPiece]:
+    def _local_part(
+        self, tensor: torch.Tensor, trail: Trail
+    ) -> tuple[torch.Tensor, TensorPiece | None]:
         try:
             return local_part(tensor)
         except NotOneBlockError as error:

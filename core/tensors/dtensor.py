@@ -40,11 +40,18 @@ class LocalBlocks:
     alone: bool = False
 
     @property
-    def content(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """Dtype and shape of the whole tensor; None without blocks."""
-        for tensor, piece in self.parts:
-            return tensor.dtype, tuple(tensor.shape) if piece is None else piece.shape
-        return None
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the tensor; None without blocks."""
+        return self.parts[0][0].dtype if self.parts else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return next((tuple(t.shape) if at is None else at.shape for t, at in self.parts), ())
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
 
 
 def block(
@@ -57,77 +64,60 @@ def block(
 
     The whole tensor has ``shape``; ``tensor`` is this rank's block of it, which begins at ``offset``, both counted in
     elements of each dimension. The tensor has as many dimensions as the whole. A rank that holds several blocks passes
-    lists of equal length of tensors and of offsets. A rank that holds none leaves the name out, or passes empty lists::
+    lists of tensors and of offsets, one that holds none empty lists::
 
         rows = 1024 // world_size
         weight = tierfall.block(tensor, shape=(1024, 512), offset=(rank * rows, 0))
-        experts = tierfall.block(list_of_2, shape=(8, 512, 64), offset=[(3, 0, 0), (7, 0, 0)])
+        experts = tierfall.block([third, last], shape=(8, 512, 64), offset=[(3, 0, 0), (7, 0, 0)])
         ckpt.save(step, {"weight": weight, "experts": experts})
 
-    A save captures a block as the tensor itself. A restore fills the tensors in place, each with its region, from any
-    layout in which the whole was saved. ``load`` returns the whole. Blocks of several ranks that have the same place
-    are replicas, stored once. Blocks that overlap otherwise, or do not add up to the whole, are restored to the ranks
-    that saved them; another layout raises RestoreError.
+    A save captures a block as the tensor itself, lazily if an optimizer steps it. A restore fills the tensors in place,
+    each with its region, from any layout. ``load`` returns the whole. Equal blocks of several ranks are stored once.
+    Blocks that overlap otherwise, or do not add up to the whole, come back to the ranks that saved them; any other
+    layout, and ``load``, raise RestoreError.
 
-    Raises ConfigError for a block that lies outside of the whole, or has another number of dimensions; for two blocks
-    of this rank that overlap or differ in their dtypes; and for a DTensor, which belongs into the state as it is.
+    Raises ConfigError for a block that reaches outside of the whole, or has another number of dimensions; for two
+    blocks of this rank that overlap or differ in dtype; and for a DTensor, which goes into the state as it is.
     """
     is_one = isinstance(tensor, torch.Tensor)
     tensors, offsets = ([tensor], [offset]) if is_one else (list(tensor), list(offset))
     if len(tensors) != len(offsets):
         raise ConfigError(
-            f"block: {len(tensors)} tensors and {len(offsets)} offsets: expected an offset for each tensor"
+            f"block: {len(tensors)} tensors, {len(offsets)} offsets: expected as many"
         )
-    whole = _lengths(shape, "shape")
-    parts = [
-        (each, _place(each, whole, _lengths(at, "offset")))
-        for each, at in zip(tensors, offsets, strict=True)
-    ]
-    if len({each.dtype for each, _ in parts}) > 1:
-        raise ConfigError(
-            f"block: blocks of one tensor have one dtype, not {[str(t.dtype) for t, _ in parts]}"
-        )
+    parts = [(t, _place(t, shape, at)) for t, at in zip(tensors, offsets, strict=True)]
+    if len(kinds := {str(each.dtype) for each, _ in parts}) > 1:
+        raise ConfigError(f"block: the blocks of a tensor are of one dtype, not {sorted(kinds)}")
     if overlap := find_overlap([piece for _, piece in parts]):
-        one, other = overlap
-        raise ConfigError(f"block: {one} and {other} overlap: this rank's blocks have to be apart")
+        raise ConfigError("block: {} and {} overlap".format(*overlap))
     parts.sort(key=lambda part: part[1].offset)
     return LocalBlocks(tuple(parts))
 
 
-def _lengths(numbers: Any, what: str) -> tuple[int, ...]:
+def _place(tensor: Any, shape: Any, offset: Any) -> TensorPiece:
+    what = f"block: {type(tensor).__qualname__}"
+    if not isinstance(tensor, torch.Tensor) or is_sharded(tensor):
+        raise ConfigError(
+            f"{what}: expected a plain tensor; a DTensor goes into the state as it is"
+        )
+    what += f" of shape {tuple(tensor.shape)}, in a whole of shape={shape} at offset={offset}"
     try:
-        found = tuple(map(operator.index, numbers))
-    except TypeError:
-        found = (-1,)
-    if any(number < 0 for number in found):
+        piece = TensorPiece(*(tuple(map(operator.index, n)) for n in (shape, offset, tensor.shape)))
+    except TypeError as error:
+        raise ConfigError(f"{what}: expected an integer for each dimension") from error
+    if len({*map(len, piece)}) > 1:
         raise ConfigError(
-            f"block: {what}={numbers!r}; expected a number of elements for each dimension, such as (4, 128)"
+            f"{what}: all need the same number of dimensions: view the tensor with dimensions of length 1, as "
+            "tensor.unsqueeze(0) does"
         )
-    return found
-
-
-def _place(tensor: Any, shape: tuple[int, ...], offset: tuple[int, ...]) -> TensorPiece:
-    if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(
-            f"block: {type(tensor).__qualname__} is no tensor: expected a tensor, or a list of them"
-        )
-    if is_sharded(tensor):
-        raise ConfigError("block: a DTensor knows its place: put it into the state as it is")
-    lengths = tuple(tensor.shape)
-    if not len(lengths) == len(shape) == len(offset):
-        raise ConfigError(
-            f"block: a tensor of shape {lengths} at offset {offset} of shape {shape}: all three need the same number "
-            "of dimensions; view the tensor with dimensions of length 1, such as tensor.unsqueeze(0)"
-        )
-    piece = TensorPiece(shape, offset, lengths)
-    if any(at + length > end for end, at, length in zip(*piece, strict=True)):
-        raise ConfigError(f"block: {piece} reaches outside of the whole, of shape {shape}")
+    if any(at < 0 or at + length > end for end, at, length in zip(*piece, strict=True)):
+        raise ConfigError(f"{what}: it reaches outside of the whole")
     return piece
 
 
 def find_overlap(pieces: Sequence[TensorPiece]) -> tuple[TensorPiece, TensorPiece] | None:
-    """Two blocks of one tensor that have elements in common; None if there are none. Blocks that are apart along one
-    dimension are not compared along the others."""
+    """Two blocks of one tensor that have elements in common, or None. Blocks that are apart along one dimension are not
+    compared along the others."""
     pieces = [piece for piece in pieces if math.prod(piece.lengths)]
     for at in range(len(pieces[0].shape) if len(pieces) > 1 else 0):
         groups: list[list[TensorPiece]] = []
@@ -143,9 +133,8 @@ def find_overlap(pieces: Sequence[TensorPiece]) -> tuple[TensorPiece, TensorPiec
 
 
 def _have_common(pair: tuple[TensorPiece, TensorPiece]) -> bool:
-    one, other = pair
-    places = zip(one.offset, one.lengths, other.offset, other.lengths, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in places)
+    places = zip(*(zip(piece.offset, piece.lengths, strict=True) for piece in pair), strict=True)
+    return all(a < b + m and b < a + n for (a, n), (b, m) in places)
 
 
 class Branch(dict[str, Any]):
@@ -175,11 +164,11 @@ def any_sharded(values: Iterable[object]) -> bool:
     return any(issubclass(kind, module.DTensor) for kind in set(map(type, values)))
 
 
-def local_part(tensor: Any) -> tuple[torch.Tensor, TensorPiece]:
-    """This rank's part of a DTensor, sharing its memory, and its position. NotOneBlockError if it is not one block."""
-    local = local_tensor(tensor)
-    piece = _block(tensor)
-    if tuple(local.shape) != piece.lengths:
+def local_part(tensor: Any) -> tuple[torch.Tensor, TensorPiece | None]:
+    """This rank's part of a DTensor, sharing its memory, or a block, and its position; a plain tensor, and None.
+    NotOneBlockError if it is not one block."""
+    local, piece = local_tensor(tensor), piece_of(tensor)
+    if piece is not None and tuple(local.shape) != piece.lengths:
         raise NotOneBlockError(
             f"its part here is of shape {tuple(local.shape)}, and {piece.lengths} by its placement"
         )
@@ -187,7 +176,9 @@ def local_part(tensor: Any) -> tuple[torch.Tensor, TensorPiece]:
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, sharing its memory; a plain tensor unchanged."""
+    """This rank's part of a DTensor, sharing its memory, or its only block; a plain tensor unchanged."""
+    if isinstance(tensor, LocalBlocks):
+        return tensor.parts[0][0]
     if not is_sharded(tensor):
         plain: torch.Tensor = tensor
         return plain
@@ -197,7 +188,10 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 
 def piece_of(tensor: Any) -> TensorPiece | None:
-    """The position of this rank's part; None for other values. NotOneBlockError as in ``local_part``."""
+    """The position of this rank's part, or its only block; None for other values. NotOneBlockError as in
+    ``local_part``."""
+    if isinstance(tensor, LocalBlocks):
+        return tensor.parts[0][1]
     return _block(tensor) if is_sharded(tensor) else None
 
 

@@ -575,13 +575,12 @@ def blocks_of(layout: str, rank: int, ranks: int, whole: torch.Tensor) -> dict[s
             one = len(own) == 1
             parts, at = (parts[0], at[0]) if one else (parts, at)  # type: ignore[assignment]
             made[name] = tierfall.block(parts, shape=tensor.shape, offset=at)
-    return {"deep": [{"seed": 5, **made}]}
+    return {"deep": {"seed": 5, **made}}
 
 
 def memory_of(state: Any) -> list[torch.Tensor]:
-    (made,) = state["deep"]
     found: list[Any] = []
-    for value in [value for name, value in made.items() if name != "seed"]:
+    for value in [value for name, value in state["deep"].items() if name != "seed"]:
         held = isinstance(value, torch.Tensor)
         found += [value] if held else [tensor for tensor, _ in value.parts]
     return [each.to_local() if isinstance(each, DTensor) else each for each in found]
