@@ -370,9 +370,8 @@ def _memory_of(live: object) -> list[torch.Tensor]:
     """Return the plain tensors that have the memory of a tensor, a wrapper or blocks; of other values none."""
     if isinstance(live, LocalBlocks):
         return [tensor for tensor, _ in live.parts]
-    return (
-        [*map(local_tensor, wrappers.inner_tensors(live))] if isinstance(live, torch.Tensor) else []
-    )
+    inner = wrappers.inner_tensors(live) if isinstance(live, torch.Tensor) else ()
+    return [*map(local_tensor, inner)]
 
 
 def kept_by_skip(what: str, other: str) -> str:
@@ -462,7 +461,7 @@ def _factors(
 def can_resize(stored: StoredTensor, live: torch.Tensor) -> bool:
     """Return whether a stored tensor can be copied into one of another shape: the number of dimensions is equal, and
     the image, or all images merged, have it whole."""
-    if stored.is_quantized or len(stored.whole_shape) != live.dim():
+    if stored.is_quantized or len(stored.whole_shape) != len(live.shape):
         return False
     if stored.shape != stored.whole_shape:
         return False
@@ -476,7 +475,7 @@ def can_resize(stored: StoredTensor, live: torch.Tensor) -> bool:
 def part_of(live: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return this rank's part of a tensor, and its offset in the whole one."""
     local, piece = local_part(live)
-    return local, (0,) * live.dim() if piece is None else piece.offset
+    return local, (0,) * len(live.shape) if piece is None else piece.offset
 
 
 def plan_common(

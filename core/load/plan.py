@@ -29,13 +29,13 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.load.build import BlockTarget, Builder
 from tierfall.core.load.choices import Choices, check_names, key_names
-from tierfall.core.load.match import SharedMemory, TensorMatcher, kept_by_skip
+from tierfall.core.load.match import SharedMemory, TensorMatcher, kept_by_skip, part_of
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
 from tierfall.core.state.item import unwrap, visit_state
 from tierfall.core.state.state_dicts import is_stateful, type_name
 from tierfall.core.tensors import builtin_codecs, names, numpy_values
-from tierfall.core.tensors.dtensor import LocalBlocks, NotOneBlockError, as_dtensor_like, local_part
+from tierfall.core.tensors.dtensor import LocalBlocks, NotOneBlockError, as_dtensor_like
 from tierfall.core.tensors.tensors import AddressRange
 from tierfall.core.types.errors import RestoreError
 
@@ -128,18 +128,13 @@ class RestoreWork:
         reported, where the rank has no single part."""
         dtype = self.header.tensors[position].dtype
         try:
-            local, piece = local_part(live)
+            local, offset = part_of(live)
         except NotOneBlockError as error:
             self.report.refuses(name, f"cannot be restored: {error}")
             return None
         flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
         self.builder.targets.append(
-            BlockTarget(
-                position=position,
-                target=flat,
-                offset=piece and piece.offset,
-                lengths=tuple(local.shape),
-            )
+            BlockTarget(position=position, target=flat, offset=offset, lengths=tuple(local.shape))
         )
         return as_dtensor_like(live, flat.view(dtype).view(local.shape))
 

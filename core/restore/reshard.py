@@ -117,7 +117,8 @@ def _reshard(
 def merge_images(parts: CheckpointReader, rank: int, resize: ResizeRules) -> MergedHeader:
     """Read and merge the headers of all images, for ``rank`` of those that restore."""
     headers = parts.headers(range(parts.world_size))
-    what = f"{parts.checkpoint.id} of {parts.world_size} ranks"
+    of = f" of {parts.world_size} ranks" if parts.world_size > 1 else ""
+    what = f"{parts.checkpoint.id}{of}"
     return merge_headers(headers, what=what, own=resize.values_of, rank=rank, rules=resize.rules)
 
 

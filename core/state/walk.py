@@ -173,6 +173,8 @@ class _Walk:
         self.types: dict[str, str] = {}
         self.optimizers: list[Optimizer] = []
         self._ancestors: dict[int, object] = {}
+        self._blocks_with: dict[int, tuple[int, ...]] = {}
+        """The blocks of the same tensor, by the number of each."""
 
     def finish(self) -> None:
         self._cache.forget_others(self._used_names)
@@ -572,12 +574,7 @@ class _Walk:
         if is_sharded(tensor):
             if isinstance(tensor, nn.Parameter):
                 owner = id(tensor)
-            local, piece = self._local_part(tensor, trail)
-            reason = tensors.refusal(local)
-            if reason is not None:
-                refuse(trail, f"cannot be saved: {reason}")
-            shape = tuple(local.shape)
-            return self._add(local, local.dtype, shape, name, trail, owner=owner, piece=piece)
+            return self._block(*self._local_part(tensor, trail), name, trail, owner=owner)
         if wrappers.is_wrapper(tensor):
             return self._wrapper(tensor, name, trail, owner=owner)
         reason = tensors.refusal(tensor)
@@ -596,24 +593,37 @@ class _Walk:
         parts = blocks.parts
         if len(parts) == 1 and parts[0][1] is None and not wrappers.is_wrapper(parts[0][0]):
             return self._tensor(parts[0][0], name, trail)
-        around = next(
-            (v for v in self._ancestors.values() if type(v) not in _FILLED_IN_PLACE), None
-        )
-        if around is not None:
+        if not {*map(type, self._ancestors.values())} <= _FILLED_IN_PLACE:
             refuse(
                 trail,
-                f"cannot be saved: a block in {with_article(type(around).__name__)} could not be restored in place: "
-                "put it into a dict, list or tuple of the state",
+                "cannot be saved: a block within another object could not be restored in place: put it into a dict, "
+                "list or tuple of the state",
             )
-        numbers = [
-            self._block(tensor, piece, f"{name}%p{number}" if number else name, trail, blocks.alone)
-            for number, (tensor, piece) in enumerate(parts)
-        ]
-        return numbers[0] if len(numbers) == 1 else ("p", tuple(numbers))
+        numbers = []
+        for number, (tensor, piece) in enumerate(parts):
+            below = f"{name}%p{number}" if number else name
+            owner = id(tensor) if isinstance(tensor, nn.Parameter) else NO_OWNER
+            part = tensor.detach(), piece, below, trail
+            numbers.append(self._block(*part, owner=owner, alone=blocks.alone))
+        together = tuple(numbers)
+        if any(self._blocks_with.setdefault(n, together) != together for n in together):
+            refuse(
+                trail,
+                "cannot be saved: it has some of another tensor's blocks, not all: clone them",
+            )
+        return numbers[0] if len(numbers) == 1 else ("p", together)
 
     def _block(
-        self, tensor: torch.Tensor, piece: TensorPiece | None, name: str, trail: Trail, alone: bool
+        self,
+        tensor: torch.Tensor,
+        piece: TensorPiece | None,
+        name: str,
+        trail: Trail,
+        *,
+        owner: int,
+        alone: bool = False,
     ) -> int:
+        """Add this rank's part of a tensor, or one of them."""
         reason = tensors.refusal(tensor)
         if reason is None and tensor.is_quantized:
             reason = "a quantized tensor in blocks"
@@ -621,8 +631,6 @@ class _Walk:
             reason = f"a block of shape {tuple(tensor.shape)} at the position {piece}"
         if reason is not None:
             refuse(trail, f"cannot be saved: {reason}")
-        owner = id(tensor) if isinstance(tensor, nn.Parameter) else NO_OWNER
-        tensor = tensor.detach()
         kind = (tensor.dtype, tuple(tensor.shape))
         return self._add(tensor, *kind, name, trail, owner=owner, piece=piece, alone=alone)
 

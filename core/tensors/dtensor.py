@@ -49,10 +49,6 @@ class LocalBlocks:
         """The shape of the whole tensor."""
         return next((tuple(t.shape) if at is None else at.shape for t, at in self.parts), ())
 
-    def dim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
 
 def block(
     tensor: torch.Tensor | Sequence[torch.Tensor],
@@ -79,11 +75,11 @@ def block(
     Raises ConfigError for a block that reaches outside of the whole, or has another number of dimensions; for two
     blocks of this rank that overlap or differ in dtype; and for a DTensor, which goes into the state as it is.
     """
-    is_one = isinstance(tensor, torch.Tensor)
-    tensors, offsets = ([tensor], [offset]) if is_one else (list(tensor), list(offset))
-    if len(tensors) != len(offsets):
+    several = isinstance(tensor, list | tuple)
+    tensors, offsets = (tensor, offset) if several else ([tensor], [offset])
+    if not isinstance(offsets, list | tuple) or len(tensors) != len(offsets):
         raise ConfigError(
-            f"block: {len(tensors)} tensors, {len(offsets)} offsets: expected as many"
+            f"block: offset={offset}: expected a list of {len(tensors)}, as of tensors"
         )
     parts = [(t, _place(t, shape, at)) for t, at in zip(tensors, offsets, strict=True)]
     if len(kinds := {str(each.dtype) for each, _ in parts}) > 1:
@@ -98,7 +94,7 @@ def _place(tensor: Any, shape: Any, offset: Any) -> TensorPiece:
     what = f"block: {type(tensor).__qualname__}"
     if not isinstance(tensor, torch.Tensor) or is_sharded(tensor):
         raise ConfigError(
-            f"{what}: expected a plain tensor; a DTensor goes into the state as it is"
+            f"{what}: expected a plain tensor, or a list of them; a DTensor goes into the state as it is"
         )
     what += f" of shape {tuple(tensor.shape)}, in a whole of shape={shape} at offset={offset}"
     try:
