@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
@@ -277,10 +278,10 @@ class _Merger:
             for copies in found.values()
         ]
         blocks = tuple(block for copy in chosen for block in copy)
-        # No comparison: torch guarantees a DTensor's replicas, ``own`` has precedence, other shapes are a conflict.
-        if first.piece is not None or self._own in holders or len(found) != 1:
+        # No comparison: ``own`` has precedence, other shapes are a conflict.
+        if self._own in holders or (first.piece is None and len(found) != 1):
             return whole, blocks, ()
-        (copies,) = found.values()
+        copies = chain.from_iterable(found.values())
         return whole, blocks, tuple(copy for copy in copies if copy not in chosen)
 
     def _holders_of(self, position: int) -> Mapping[int, Sequence[StoredTensor]]:

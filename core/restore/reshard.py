@@ -324,20 +324,19 @@ class BlockReads:
     def _check(self, stored: StoredTensor, position: int) -> None:
         """Read the replicas that are not known to be equal, to compare them."""
         first = self._merged.blocks[position]
+        read: dict[tuple[Any, Any], torch.Tensor] = {}
         others = [copy for copy in self._merged.replicas[position] if copy not in self._same]
-        if not others:
-            return
-        one = self._whole(stored, first)
-        for copy in others:
-            ranks = (first[0].rank, copy[0].rank)
-            self._checks.append(_ReplicaCheck(stored.name, ranks, one, self._whole(stored, copy)))
-
-    def _whole(self, stored: StoredTensor, copy: Sequence[TensorBlock]) -> torch.Tensor:
-        """Read one copy of a whole tensor to memory of its own."""
-        target = torch.empty(stored.length, dtype=torch.uint8)
-        for block in copy:
-            self._box(stored, block, target, (0,) * len(stored.shape), stored.shape)
-        return target
+        for block in itertools.chain.from_iterable(others):
+            place = block.offset, block.lengths
+            copy = torch.empty(block.end - block.start, dtype=torch.uint8)
+            self._box(stored, block, copy, *place)
+            if place not in read:
+                read[place] = torch.empty_like(copy)
+                for part in first:
+                    self._box(stored, part, read[place], *place)
+            rank = next((part.rank for part in first if part.offset == block.offset), first[0].rank)
+            check = _ReplicaCheck(stored.name, (rank, block.rank), read[place], copy)
+            self._checks.append(check)
 
 
 def _is_contiguous(size: Sequence[int], lengths: Sequence[int]) -> bool:
