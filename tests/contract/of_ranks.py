@@ -596,7 +596,7 @@ def blocks(
         return None
     with tierfall.open(config(folder), process_group=group) as ckpt:
         place = members.index(rank), len(members)
-        expected = blocks_of(layout, *place, WHOLE)
+        expected = blocks_of(layout, *place, WHOLE + (rank if layout == "own" else 0))
         if saves:
             return [outcome(ckpt.save(step, expected), "pfs") for step in (1, 2)]
         state = blocks_of(layout, *place, torch.full_like(WHOLE, -1))
@@ -607,24 +607,32 @@ def blocks(
         return equal(memory_of(state), memory_of(expected))
 
 
-def blocks_that_train(rank: int, folder: str, steps: int) -> Any:
-    """Train rows of a weight, which two ranks have, with their moments; lazy saves, and what the last one has."""
-    half = WHOLE[5 * (rank // 2) : 5 * (rank // 2) + 5].clone()
-    weight, at = nn.Parameter(half), (5 * (rank // 2), 0)
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    with tierfall.open(config(folder)) as ckpt:
+def blocks_that_train(rank: int, folder: str, steps: int, by_dcp: bool) -> Any:
+    """Train rows of a weight, which two ranks have, with their moments; how many saves were lazy."""
+    at = 5 * (rank // 2)
+    weight = nn.Parameter(WHOLE[at : at + 5].clone())
+    optimizer, group = torch.optim.AdamW([weight], lr=0.1), dist.new_group(range(4))
+    with tierfall.open(config(folder), process_group=group) as ckpt:
+        stager, saved = LazyStager(ckpt), None
         for step in range(1, steps + 1):
             (weight**2).sum().backward()
             optimizer.step()
-            named = {"weight": weight, **optimizer.state[weight]}
-            named.pop("step")
-            state = {
-                name: tierfall.block(each, shape=WHOLE.shape, offset=at)
-                for name, each in named.items()
-            }
-            handle = ckpt.save(step, state)
+            if saved is not None:
+                saved.result(30)
+            moments = [optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq")]
+            blocks = [
+                tierfall.block(each, shape=WHOLE.shape, offset=(at, 0))
+                for each in (weight, *moments)
+            ]
+            state = dict(zip(("weight", "exp_avg", "exp_avg_sq"), blocks, strict=True))
+            if by_dcp:
+                writer = TierWriter(ckpt, step=step, until="pfs")
+                words: Any = {"storage_writer": writer, "async_stager": stager}
+                saved = dcp.async_save(state, process_group=group, **words)
+            else:
+                handle = ckpt.save(step, state)
         optimizer.step()
-        handle.wait("pfs", 30)
+        handle.wait("pfs", 30) if saved is None else saved.result(30)
         return ckpt.statistics().lazy_saves
 
 

@@ -514,19 +514,35 @@ def test_blocks_that_are_no_whole_come_back_to_their_ranks_alone(
         tierfall.load(tmp_path / "pfs")
 
 
-def test_blocks_that_an_optimizer_steps_are_captured_lazily(
-    four: Crew, folder: str, tmp_path: Path
+def test_replicas_that_differ_fail_the_save_and_come_back_to_their_ranks_alone(
+    four: Crew, folder: str
 ) -> None:
-    assert four.run(of_ranks.blocks_that_train, folder=folder, steps=4) == [3] * 4
+    words = {"folder": folder, "layout": "own", "members": ALL}
+    for first, second in four.run(of_ranks.blocks, saves=True, **words):
+        assert (first[0], second[0]) == ("failed", "saved")
+        assert "deep.w" in first[1] or "deep.half" in first[1]
+    assert four.run(of_ranks.blocks, **words) == [True] * 4
+    for found in four.run(of_ranks.blocks, folder=folder, layout="rows", members=[0, 1])[:2]:
+        assert found[0] == "RestoreError"
+        assert "differ" in found[1]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("by_dcp", [False, True])
+def test_blocks_that_an_optimizer_steps_are_captured_lazily(
+    four: Crew, folder: str, tmp_path: Path, by_dcp: bool
+) -> None:
+    found = four.run(of_ranks.blocks_that_train, folder=folder, steps=4, by_dcp=by_dcp)
+    assert found == [3] * 4
     loaded = tierfall.load(tmp_path / "pfs")
-    del loaded["rng"]
+    loaded.pop("rng", None)
     weight = torch.nn.Parameter(WHOLE.clone())
     optimizer = torch.optim.AdamW([weight], lr=0.1)
     for _ in range(4):
         (weight**2).sum().backward()
         optimizer.step()
-    moments = optimizer.state[weight]
-    moments.pop("step")
+    moments = {**optimizer.state[weight]}
+    del moments["step"]
     assert equal(loaded, {"weight": weight.detach(), **moments})
 
 
