@@ -62,7 +62,7 @@ FOLDERS = (
 LINES = {
     ("core/types",): 2_024,
     ("core/format",): 1_355,
-    ("core/state", "core/tensors"): 3_726,
+    ("core/state", "core/tensors"): 3_724,
     ("core/image",): 2_557,
     ("core/runtime",): 2_117,
     ("core/ranks",): 2_207,

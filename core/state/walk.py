@@ -599,19 +599,17 @@ class _Walk:
                 "cannot be saved: a block within another object could not be restored in place: put it into a dict, "
                 "list or tuple of the state",
             )
-        numbers = []
-        for number, (tensor, piece) in enumerate(parts):
-            below = f"{name}%p{number}" if number else name
-            owner = id(tensor) if isinstance(tensor, nn.Parameter) else NO_OWNER
-            part = tensor.detach(), piece, below, trail
-            numbers.append(self._block(*part, owner=owner, alone=blocks.alone))
-        together = tuple(numbers)
+        named = [(*part, f"{name}%p{at}" if at else name) for at, part in enumerate(parts)]
+        together = tuple(
+            self._block(tensor.detach(), piece, below, trail, alone=blocks.alone)
+            for tensor, piece, below in named
+        )
         if any(self._blocks_with.setdefault(n, together) != together for n in together):
             refuse(
                 trail,
                 "cannot be saved: it has some of another tensor's blocks, not all: clone them",
             )
-        return numbers[0] if len(numbers) == 1 else ("p", together)
+        return together[0] if len(together) == 1 else ("p", together)
 
     def _block(
         self,
@@ -620,7 +618,7 @@ class _Walk:
         name: str,
         trail: Trail,
         *,
-        owner: int,
+        owner: int = NO_OWNER,
         alone: bool = False,
     ) -> int:
         """Add this rank's part of a tensor, or one of them."""

@@ -553,7 +553,7 @@ def places(layout: str, rank: int, ranks: int) -> list[tuple[slice, slice]]:
         case "odd" | "left out":
             return places("rows", rank // 2, ranks // 2) if rank % 2 else []
         case "gap":
-            return [(slice(2 * rank, 2 * rank + 1), every[1])]
+            return places("layers", rank, ranks)[:2]
         case "overlap":  # as many elements as the whole has
             return [(slice((0, 3, 3, 4)[rank], (3, 5, 6, 6)[rank]), every[1])]
     return [every]
