@@ -467,7 +467,7 @@ def test_replicas_are_written_once_and_those_that_differ_fail_that_save_by_name(
         ("layers", [("layers", ALL), ("rows", [0, 1]), ("dtensor", ALL)]),
         ("grid", [("layers", [0, 1, 2]), ("odd", ALL), ("columns", [2])]),
         ("pairs", [("pairs", ALL), ("layers", [0])]),
-        ("odd", [("odd", ALL), ("rows", [2, 3])]),
+        ("odd", [("odd", ALL), ("left out", ALL), ("rows", [2, 3])]),
         ("left out", [("left out", ALL), ("rows", ALL), ("rows", [2, 3])]),
         ("dtensor", [("grid", ALL)]),
         ("plain", [("columns", ALL), ("layers", [0])]),
