@@ -139,6 +139,21 @@ def ignore_step(optimizer: torch.optim.Optimizer) -> None:
     """The default of ``on_step``, before each step: nobody times steps."""
 
 
+def tensors_of(stepped: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The parameters of these optimizers, without frozen ones, and their state."""
+    found: list[torch.Tensor] = []
+    for optimizer in stepped:
+        groups = [group["params"] for group in optimizer.param_groups]
+        parameters = [*chain.from_iterable(groups)]
+        if not all(groups):  # ZeRO-3 fills its groups only for the time of a step
+            parameters += [each for each in optimizer.state if isinstance(each, torch.Tensor)]
+        trained = [*filter(_TRAINED, parameters)]
+        states = [optimizer.state.get(parameter) for parameter in trained]
+        values = chain.from_iterable(s.values() for s in states if isinstance(s, dict))
+        found += [*trained, *(each for each in values if isinstance(each, torch.Tensor))]
+    return found
+
+
 class Barrier:
     """Calls ``reached`` before every optimizer step of this process, and records the optimizer.
 
@@ -208,42 +223,22 @@ class Barrier:
         """Whether the loop itself waited for the capture since ``reset``."""
         return self._bracketed
 
-    def evident_parameters(self) -> frozenset[int]:
-        """The ids of the parameters of the optimizers that stepped since ``reset``, without frozen ones, which no step
-        changes. If nothing changed, the same object as in the previous call."""
-        stepped = (each.param_groups for each in self._evident())
-        parameters = [*chain.from_iterable(g["params"] for groups in stepped for g in groups)]
+    def evident_parameters(self, stepped: Sequence[torch.optim.Optimizer]) -> frozenset[int]:
+        """The ids of the parameters of these optimizers, without frozen ones, which no step changes. If nothing
+        changed, the same object as in the previous call."""
+        groups = chain.from_iterable(each.param_groups for each in stepped)
+        parameters = [*chain.from_iterable(group["params"] for group in groups)]
         ids, trained = [*map(id, parameters)], [*map(_TRAINED, parameters)]
         if self._covered[:2] != (ids, trained):
             self._covered = ids, trained, frozenset(compress(ids, trained))
         return self._covered[2]
 
-    def evident_tensors(
-        self, *, without: Sequence[torch.optim.Optimizer] = ()
-    ) -> list[torch.Tensor]:
-        """The parameters of the optimizers that stepped since ``reset``, without frozen ones, and their state. Those
-        of the optimizers ``without`` are left out."""
-        found: list[torch.Tensor] = []
-        for optimizer in self._evident():
-            if any(optimizer is each for each in without):
-                continue
-            groups = [group["params"] for group in optimizer.param_groups]
-            parameters = [*chain.from_iterable(groups)]
-            if not all(groups):  # ZeRO-3 fills its groups only for the time of a step
-                parameters += [each for each in optimizer.state if isinstance(each, torch.Tensor)]
-            trained = [*filter(_TRAINED, parameters)]
-            states = [optimizer.state.get(parameter) for parameter in trained]
-            values = chain.from_iterable(s.values() for s in states if isinstance(s, dict))
-            found += [*trained, *(each for each in values if isinstance(each, torch.Tensor))]
-        return found
-
     @property
-    def has_evidence(self) -> bool:
-        return self._bracketed or bool(self._evident())
-
-    def _evident(self) -> list[torch.optim.Optimizer]:
+    def evident_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that stepped since ``reset``."""
         with self._lock:
-            return [each for each in self._stepped if each not in self._in_graphs]
+            stepped = [*self._stepped]
+        return [each for each in stepped if each not in self._in_graphs] if stepped else []
 
     def reset(self) -> None:
         """Reset the record; each save does."""

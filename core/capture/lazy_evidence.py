@@ -19,7 +19,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from tierfall.core.capture.barrier import Barrier
+from tierfall.core.capture.barrier import Barrier, tensors_of
 from tierfall.core.sampling.image_check import is_sampled
 from tierfall.core.state.optimizers import is_stock
 from tierfall.core.state.view import DECLARED, IN_OPTIMIZER, NO_OWNER, UNSHARED, StateView
@@ -113,6 +113,7 @@ class LazyEvidence:
         self._newest = self._newest_at_failure = (0, -1)
         self._frozen: frozenset[str] = frozenset()
         self._chosen: tuple[object, tuple[bool, ...]] | None = None
+        self._has_stepped = False
         self._covered: frozenset[int] = frozenset()
         """The parameters of the optimizers that had stepped at the last ``follow_optimizers``."""
         self._changing: tuple[tuple[Changes, ...], list[int]] = ((), [])
@@ -132,7 +133,7 @@ class LazyEvidence:
                 f"{FAILURES_MAX} saves in a row were given up, since {_few(self._changed)} changed between save() "
                 f"and the next optimizer step. {_REMEDY}"
             )
-        if not self._barrier.has_evidence:
+        if not (self._has_stepped or self._barrier.loop_waits):
             return "no optimizer step, wait_captured() or guard() was seen since the last save"
         return None
 
@@ -140,13 +141,16 @@ class LazyEvidence:
         """A view in which tensors that only an optimizer's step changes, by their memory, are declared to do so: those
         of a ``state_dict()``, which belong to no object of the state. ``item(..., changes="anytime")`` has
         precedence."""
-        covered = self._covered = self._barrier.evident_parameters()
-        # All tensors of these optimizers have owners in the view: their memory needs no comparison.
-        known = view.optimizers if covered <= view.parameters.keys() else ()
-        elsewhere = self._barrier.evident_tensors(without=[*filter(is_stock, known)])
+        stepped = self._barrier.evident_optimizers
+        self._has_stepped = bool(stepped)
+        covered = self._covered = self._barrier.evident_parameters(stepped)
         if self._changing[0] is not view.changes:
             numbers = [n for n, each in enumerate(view.changes) if each is Changes.ANYTIME]
             self._changing = view.changes, numbers
+        # All tensors of a known optimizer have owners in the view: their memory needs no comparison.
+        known = view.optimizers if covered <= view.parameters.keys() else ()
+        ids = {*map(id, filter(is_stock, known))}
+        elsewhere = tensors_of([each for each in stepped if id(each) not in ids])
         owned = tensors_in(view, self._changing[1], elsewhere, covered)
         if not owned:
             return view

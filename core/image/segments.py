@@ -72,7 +72,8 @@ class Segmentation:
     in image order; ``lazy`` are the numbers of the lazily captured tensors, ``lazy_bytes`` their size.
 
     All parts of a segment are on one device; ``places`` are the devices by tensor number, ``on_devices`` the
-    numbers of the tensors that are not in host memory. ``mostly_on_devices``: they have most of the bytes.
+    numbers of the tensors that are not in host memory. ``mostly_on_devices``: they have most of the bytes. ``is_plain``
+    is the view's column.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Segmentation:
         self._layout = layout
         self._key = (view.plain, lazy, places)
         self._places = places
+        self.is_plain = np.array(view.plain, dtype=np.bool_)
         self.chunk_bytes = chunk_bytes
         self.eager: list[Segment] = []
         self.segments: list[Segment] = []

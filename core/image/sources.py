@@ -8,7 +8,6 @@ again, when no operation is in progress.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import cached_property
 from itertools import compress
 from operator import attrgetter
 from typing import NoReturn
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierfall.core.image.segments import Segment, SegmentPart
+from tierfall.core.image.segments import Segment, Segmentation, SegmentPart
 from tierfall.core.runtime.memory_copies import MemoryCopies, copy_on_host
 from tierfall.core.runtime.pinned import cut_at, locked_bounds
 from tierfall.core.runtime.streams import CopyStream
@@ -33,6 +32,7 @@ _VERSION = attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
 _IS_CPU = attrgetter("is_cpu")
 Offsets = NDArray[np.uint64]
+_Watched = tuple[Sequence[int], list[torch.Tensor], list[int]]
 SMALL_BYTES = 256 << 10
 """Longer parts are copied by torch, which has several threads."""
 
@@ -40,24 +40,18 @@ SMALL_BYTES = 256 << 10
 class TensorSources:
     """The tensors of a view, with their version counters at the time of construction."""
 
-    def __init__(
-        self, view: StateView, lazy: Sequence[int], on_devices: Collection[int] = ()
-    ) -> None:
-        """``lazy`` are the numbers of the lazily captured tensors, ``on_devices`` of those not in host memory."""
+    def __init__(self, view: StateView, segmentation: Segmentation) -> None:
+        lazy, on_devices = segmentation.lazy, segmentation.on_devices
         self._tensors: list[torch.Tensor] = view.sources.copy() if on_devices else view.sources
         for index in on_devices:
             # An alias keeps the memory until the device has read it: a training may replace ``.data`` at any time.
             self._tensors[index] = self._tensors[index].detach()
-        self._plain = view.plain
+        self._is_plain = segmentation.is_plain
         self._names = view.names
         self._trails = view.trails
         self.pointers = view.pointers
         lazy_tensors = [*map(self._tensors.__getitem__, lazy)]
-        self._watched = lazy, lazy_tensors, _versions(lazy_tensors)
-
-    @cached_property
-    def _is_plain(self) -> NDArray[np.bool_]:
-        return np.array(self._plain, dtype=np.bool_)
+        self._watched: _Watched = lazy, lazy_tensors, _versions(lazy_tensors)
 
     def tensor(self, index: int) -> torch.Tensor:
         return self._tensors[index]
@@ -93,7 +87,7 @@ class TensorSources:
         with torch.inference_mode(False), torch.no_grad():
             for piece in self._copy_memory(segment, data, segment.columns[1], stream):
                 source, place = self._held(piece.index), data[piece.start : piece.end]
-                plain = self._plain[piece.index]
+                plain = self._is_plain[piece.index]
                 if source.is_cpu and plain:
                     to.append(place)
                     of.append(_bytes_of(source, piece))
@@ -119,7 +113,7 @@ class TensorSources:
                 at = to[part.start]
                 target = memory[at : at + part.end - part.start]
                 source = self._held(part.index)
-                if self._plain[part.index]:
+                if self._is_plain[part.index]:
                     target.copy_(_bytes_of(source, part))
                 else:
                     copy_whole(target, source)
@@ -140,16 +134,15 @@ class TensorSources:
         if not chosen.any() or not (stream is None or stream.copies_memory(memory)):
             return segment
         numbers = numbers[chosen]
-        different = np.unique(numbers)
-        tensors = [self._tensors[index] for index in different.tolist()]
+        tensors = [*map(self._tensors.__getitem__, numbers.tolist())]
         if stream is None:
             tensors = [*map(torch.Tensor.detach, tensors)]  # alive until the copies are made
             if not all(map(_IS_CPU, tensors)):
                 return segment
-        self._check_addresses(tensors, different)
+        addresses = self._check_addresses(tensors, numbers)
         copies = MemoryCopies(
             targets=offsets[chosen] + np.uint64(memory.data_ptr()),
-            sources=np.frombuffer(self.pointers, dtype=np.uint64)[numbers] + starts[chosen],
+            sources=addresses + starts[chosen],
             sizes=sizes[chosen],
             on_device=memory.is_cuda,
         )
@@ -159,12 +152,13 @@ class TensorSources:
             stream.copy_memory(copies)
         return Segment(compress(segment, ~chosen))
 
-    def _check_addresses(self, tensors: Sequence[torch.Tensor], numbers: Offsets) -> None:
-        """Raise StateChangedError where memory was replaced: it may not be there any more."""
+    def _check_addresses(self, tensors: Sequence[torch.Tensor], numbers: Offsets) -> Offsets:
+        """The tensors' addresses. StateChangedError where memory was replaced: it may not be there any more."""
         now = np.fromiter(map(_ADDRESS, tensors), dtype=np.uint64, count=len(tensors))
         changed = now != np.frombuffer(self.pointers, dtype=np.uint64)[numbers]
         if changed.any():
-            self.raise_changed(numbers[changed].tolist())
+            self.raise_changed(np.unique(numbers[changed]).tolist())
+        return now
 
     def _held(self, index: int) -> torch.Tensor:
         """An alias that keeps a tensor's memory alive while it is read: an optimizer may replace ``.data`` of its state

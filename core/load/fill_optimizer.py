@@ -63,6 +63,7 @@ class OptimizerFiller:
             return
         live_number, live_groups = groups
         steps_on_device = self._steps_on_device()
+        parameters = optimizers.parameters_of(self._live)
         for (_, node), index in zip(self._node.groups, live_groups, strict=True):
             # The name has the index in the state, since skip=[...] names groups of the state.
             self._group(node, self._live.param_groups[index], f"{self._name}.param_groups.{index}")
@@ -73,7 +74,7 @@ class OptimizerFiller:
                 kept.add(key[0])
                 self._state(node, key[0], None, CPU, CPU, name)
                 continue
-            parameter = self._numbering.parameters[live_number[key]]
+            parameter = parameters[live_number[key]]
             kept.add(id(parameter))
             step_device = parameter.device if key in steps_on_device else CPU
             position = self._work.positions.get(self._node.names[key] or "")
@@ -131,10 +132,10 @@ class OptimizerFiller:
         known = {alias: key for key in stored_keys for alias in self._work.stored_aliases(key)}
         found = [
             next(
-                (known[name] for name in (n, *self._work.names_of.get(id(p), ())) if name in known),
+                (known[name] for name in (n, *self._work.names_of.get(p, ())) if name in known),
                 n,
             )
-            for n, p in zip(own, live.parameters, strict=True)
+            for n, p in zip(own, live.ids, strict=True)
         ]
         return found if len(set(found)) == len(set(own)) else own
 

@@ -63,7 +63,7 @@ class _Draw:
     """The lines of one random draw, for ranges at these ``addresses``: the range of each line (``lines_of``), its byte
     offset there (``lines_at``), the groups of lines by alignment in the image's data, and the lines that the barrier
     reads (``now``). Of the ranges all of whose lines are read, ``bytes_of`` and ``bytes_at`` are the bytes that are in
-    no line. ``lines`` and ``bytes`` are the places of both in ``memory``."""
+    no line. ``lines`` and ``bytes`` are the places of both in ``memory``, ``lines_now`` those of ``now``."""
 
     addresses: Integers
     memory: ProcessMemory
@@ -73,6 +73,7 @@ class _Draw:
     in_order: int
     """The number of leading lines that are contiguous in the image too: those of ``groups``."""
     now: torch.Tensor
+    lines_now: torch.Tensor
     bytes_of: Integers
     bytes_at: Integers
     lines: torch.Tensor
@@ -108,9 +109,8 @@ class SamplePlan:
         addresses = addresses_of(pointers, self.numbers) + self._offsets
         if draw is None or not np.array_equal(draw.addresses, addresses):
             draw = self._drawn = self._draw(addresses)
-        with torch.inference_mode(False), torch.no_grad():
-            lines = draw.memory.lines.index_select(0, draw.lines)
-            beside = draw.memory.bytes.index_select(0, draw.bytes)
+        lines = draw.memory.lines.index_select(0, draw.lines)
+        beside = draw.memory.bytes.index_select(0, draw.bytes)
         return Samples(self, draw, lines, beside)
 
     def count_use(self) -> None:
@@ -136,6 +136,7 @@ class SamplePlan:
         memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
         offsets = addresses - memory.low
         now = np.flatnonzero(nth % np.maximum(1, counts[lines_of] // NOW_LINES) == 0)
+        lines = (offsets[lines_of] + lines_at) // LINE_BYTES
         return _Draw(
             addresses=addresses,
             memory=memory,
@@ -144,9 +145,10 @@ class SamplePlan:
             groups=_grouped((self._starts[lines_of] + lines_at)[:in_order]),
             in_order=in_order,
             now=torch.from_numpy(now),
+            lines_now=torch.from_numpy(lines[now]),
             bytes_of=bytes_of,
             bytes_at=bytes_at,
-            lines=torch.from_numpy((offsets[lines_of] + lines_at) // LINE_BYTES),
+            lines=torch.from_numpy(lines),
             bytes=torch.from_numpy(offsets[bytes_of] + bytes_at),
         )
 
@@ -215,13 +217,12 @@ class Samples:
     def changed_now(self) -> list[int]:
         """The numbers of the tensors whose live memory, which must still be mapped, differs in a few lines of each."""
         draw = self._draw
-        with torch.inference_mode(False), torch.no_grad():
-            lines = draw.memory.lines.index_select(0, draw.lines[draw.now])
-            at_save = self._lines.index_select(0, draw.now)
-            if torch.equal(lines, at_save):
-                return []
-            ranges = draw.lines_of[draw.now.numpy()]
-            return self._numbers(_numbers_where(ranges, (lines != at_save).any(1)))
+        lines = draw.memory.lines.index_select(0, draw.lines_now)
+        at_save = self._lines.index_select(0, draw.now)
+        if torch.equal(lines, at_save):
+            return []
+        ranges = draw.lines_of[draw.now.numpy()]
+        return self._numbers(_numbers_where(ranges, (lines != at_save).any(1)))
 
     def differ_from(self, others: Samples) -> list[int]:
         """The numbers of the tensors that differ from samples of the same draw, read at another time."""

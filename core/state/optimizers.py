@@ -6,7 +6,7 @@ dtype. For one whose class, object or hooks change ``state_dict`` or ``load_stat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -37,10 +37,9 @@ _HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The parameters of an optimizer in the order of their groups, with their numbers in ``state_dict``, and their
-    names if the state has their module."""
+    """The parameters of an optimizer in the order of their groups, by their ids: their numbers in ``state_dict``, and
+    their names if the state has their module."""
 
-    parameters: tuple[torch.Tensor, ...]
     numbers: dict[int, int]
     names: tuple[str | None, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -48,21 +47,29 @@ class Numbering:
     """The parameters' ids, the groups' lengths, and the names of the state's parameters by id: they determine
     everything else."""
 
+    @property
+    def ids(self) -> list[int]:
+        return self.found_in[0]
+
     def state_name(self, number: int) -> str:
         """The name of a parameter's state, relative to ``<optimizer>.state``."""
         return self.names[number] or f"%i{number}"
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer in the order of their groups."""
+    return [*chain.from_iterable([group["params"] for group in optimizer.param_groups])]
 
 
 def number_parameters(
     optimizer: Optimizer, scans: Scans, before: Numbering | None = None
 ) -> Numbering:
     """Number the parameters of an optimizer; ``before`` is an earlier result, which is reused if it is still right."""
-    parameters = tuple(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
-    ids = [*map(id, parameters)]
+    ids = [*map(id, parameters_of(optimizer))]
     found_in = ids, [len(group["params"]) for group in optimizer.param_groups], scans.parameters
     if before is not None and before.found_in == found_in:
-        return replace(before, parameters=parameters)
+        return before
     numbers = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # first wins
     groups = [map(numbers.__getitem__, map(id, g["params"])) for g in optimizer.param_groups]
     names = tuple(map(scans.parameters.get, ids))
-    return Numbering(parameters, numbers, names, tuple(map(tuple, groups)), found_in)
+    return Numbering(numbers, names, tuple(map(tuple, groups)), found_in)

@@ -11,7 +11,6 @@ import json
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn, TypeVar
@@ -148,7 +147,7 @@ class PlainValue:
 
     @staticmethod
     def are(found: list[Any]) -> bool:
-        return all(type(child) is PlainValue for child in found)
+        return set(map(type, found)) <= {PlainValue}
 
     @classmethod
     def join(cls, coded: Coded, found: list[PlainValue]) -> PlainValue:
@@ -292,9 +291,11 @@ class _Walk:
                 )
             return ("l" if type(value) is list else "t", tuple(map(self._to_node, found)))
         kind = value_codec.MAPPINGS.get(type(value), "dict")  # a Branch
-        keys = [self._key(key, (trail, key)) for key in value]
+        keys = [*value] if _all_str(value) else [self._key(key, (trail, key)) for key in value]
         found = [
-            self._walk(child, f"{name}.{naming.component(key)}", (trail, key), depth + 1)
+            PlainValue(value_codec.encode_atom(child))
+            if type(child) in _SCALARS
+            else self._walk(child, f"{name}.{naming.component(key)}", (trail, key), depth + 1)
             for key, child in value.items()
         ]
         if type(value) is not Branch and PlainValue.are(found):
@@ -419,7 +420,7 @@ class _Walk:
         self.types[name] = type_name(optimizer)
         before = self._cache.numberings.get(name)
         numbering = optimizers.number_parameters(optimizer, self.scans, before)
-        self._numberings[name] = replace(numbering, parameters=())
+        self._numberings[name] = numbering
         groups = []
         for index, group in enumerate(optimizer.param_groups):
             place = ((trail, "param_groups"), index)
@@ -480,7 +481,7 @@ class _Walk:
             owner, below = id(key), numbering.state_name(number)
             place: Trail = (trail, number)
         else:
-            owner = id(numbering.parameters[0]) if numbering.parameters else NO_OWNER
+            owner = numbering.ids[0] if numbering.ids else NO_OWNER
             place = (trail, key)
             entry = (self._key(key, place),)
             below = naming.component(key)

@@ -8,10 +8,10 @@ tensors determines a module's ``state_dict`` (``modules.tree_of``), the method i
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from tierfall.core.tensors.names import Trail
 from tierfall.core.types.values import Changes
 
 _POINTER = torch.Tensor.data_ptr
-_NESTED = operator.attrgetter("is_nested")
+_NESTED = attrgetter("is_nested")
 
 
 def _find_guards() -> Any:
@@ -294,7 +294,7 @@ class TensorTable:
         return (
             before is not None
             and number < len(before.names)
-            and row == tuple(column[number] for column in before)
+            and row == tuple(map(itemgetter(number), before))
             and address not in self._first_at
             and not any(address in part.first_at for part in self._parts.values())
         )

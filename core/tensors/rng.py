@@ -6,7 +6,6 @@ It consists of plain values and tensors of constant sizes, so that it never chan
 from __future__ import annotations
 
 import random
-from array import array
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ def capture() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": {
             "version": version,
-            "state": torch.frombuffer(array("q", internal), dtype=torch.int64),
+            "state": torch.from_numpy(np.fromiter(internal, dtype=np.int64)),
             "gauss": gauss,
         },
         "torch": torch.get_rng_state(),

@@ -147,7 +147,7 @@ def encode_run(values: Iterable[object]) -> list[Coded] | None:
 
 def encode_items(kind: str, keys: list[object], coded: list[Coded]) -> Coded:
     """Encode a mapping from its keys and its encoded values."""
-    if kind == "dict" and all(type(key) is str for key in keys) and TAG not in keys:
+    if kind == "dict" and set(map(type, keys)) <= {str} and TAG not in keys:
         return dict(zip(keys, coded, strict=True))
     return tagged(kind, [[encode_atom(k), v] for k, v in zip(keys, coded, strict=True)])
 

@@ -82,7 +82,7 @@ ANSWER_S = 5.0
 SEGMENTATIONS_KEPT = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SaveCall:
     """One call of ``save``, which began at ``began_s`` on the monotonic clock.
 
@@ -134,11 +134,7 @@ class Saver:
         self, lineage: SavingLineage, call: SaveCall, walk: Callable[[WalkCache], StateView]
     ) -> SaveHandle:
         """Begin the capture of the state that ``walk`` returns a view of, as the next checkpoint of ``lineage``."""
-        call = replace(
-            call,
-            metrics=checked_metrics(call.metrics),
-            tags=checked_tags(call.tags),
-        )
+        call.metrics, call.tags = checked_metrics(call.metrics), checked_tags(call.tags)
         self._capturer.barrier.streams.join()
         with gc_paused():
             view = self._capturer.evidence.follow_optimizers(walk(self._walk_cache))
@@ -256,7 +252,7 @@ class Saver:
             )
         lazy = self._choose_lazy(view, call)
         segments, check, finite = self._cut(image.layout, view, places, lazy)
-        sources = TensorSources(view, segments.lazy, segments.on_devices)
+        sources = TensorSources(view, segments)
         if lazy is None or check is None:
             return _CapturePlan(places, segments, sources, None, finite, lazy=lazy is not None)
         streams = self._places.streams if places else {}

@@ -69,7 +69,7 @@ def make(
         end = made[0].chunk(final - 1)[1]
         made[0].told.append((final, bytes(memory[:end])))
 
-    sources = TensorSources(view, cutting.lazy)
+    sources = TensorSources(view, cutting)
     filling = ImageCopier(
         memory=memoryview(memory),
         header=header,

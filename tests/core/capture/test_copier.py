@@ -272,7 +272,7 @@ def test_a_write_to_any_byte_of_a_short_tensor_is_found(kind: str) -> None:
     for placement in layout.placements:
         data[placement.start : placement.end] = raw(view.sources[placement.index])
     at = next(p for p in layout.placements if p.name == "on.w")
-    check = CheckPlan(cut, view).begin(TensorSources(view, cut.lazy), {}, 0)
+    check = CheckPlan(cut, view).begin(TensorSources(view, cut), {}, 0)
     assert not check.changed_in(data)
     for byte in range(at.start, at.end):
         data[byte] ^= 1
@@ -285,7 +285,7 @@ def test_digests_come_round_to_every_byte() -> None:
     view = walk_state(lazily(w=(source := noise(3 << 20))))
     layout = plan_layout(view)
     cut = segments.Segmentation(layout, view, 1 << 20)
-    plan, sources = CheckPlan(cut, view), TensorSources(view, cut.lazy)
+    plan, sources = CheckPlan(cut, view), TensorSources(view, cut)
     data = memoryview(bytearray(layout.data_bytes))
     for placement in layout.placements:
         data[placement.start : placement.end] = raw(view.sources[placement.index])

@@ -62,7 +62,7 @@ def checkpoint(
         memory=memoryview(image),
         header=header,
         cutting=cutting,
-        sources=TensorSources(view, cutting.lazy),
+        sources=TensorSources(view, cutting),
         on_progress=lambda final: None,
     )
     filling.run()
