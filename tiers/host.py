@@ -477,7 +477,7 @@ class HostTier(ImagePool):
         memory). A save takes memory that is not prepared rather than waits."""
         if device is not None:
             self._device = device
-        if self._files:
+        if self._files and not self.is_prepared:
             self._preparation.resume()
 
     @property

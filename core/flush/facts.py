@@ -386,6 +386,8 @@ class Ledger:
         self.entries = LedgerEntries()
         self._open: dict[CheckpointId, LedgerEntry] = {}
         self._views: dict[CheckpointId, CheckpointView] = {}
+        self._all_views: tuple[CheckpointView, ...] | None = None
+        """All of these, until an entry changes."""
         self._starts: dict[Key, AttemptStart] = {}
         """The starts of the attempts that have committed something, also if all of that is deleted."""
         self._present_starts: dict[Key, AttemptStart] = {}
@@ -706,14 +708,19 @@ class Ledger:
     def views(self) -> tuple[CheckpointView, ...]:
         """Return the views of all entries, by step and attempt."""
         self._refresh()
-        for id in self.entries.keys() - self._views.keys():
-            self._views[id] = self._view(self.entries[id], abandoned=id in self._abandoned)
-        return tuple(self._views[id] for id in self.entries.ids())
+        if self._all_views is None:
+            ids = [*self.entries.ids()]
+            for id in ids:
+                if id not in self._views:
+                    self._views[id] = self._view(self.entries[id], abandoned=id in self._abandoned)
+            self._all_views = tuple(map(self._views.__getitem__, ids))
+        return self._all_views
 
     def _refresh(self) -> None:
         changed = self.entries.changed
         if not changed:
             return
+        self._all_views = None
         for id in changed:
             self._views.pop(id, None)
             entry = self.entries.get(id)

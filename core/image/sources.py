@@ -41,11 +41,10 @@ class TensorSources:
     """The tensors of a view, with their version counters at the time of construction."""
 
     def __init__(self, view: StateView, segmentation: Segmentation) -> None:
-        lazy, on_devices = segmentation.lazy, segmentation.on_devices
-        self._tensors: list[torch.Tensor] = view.sources.copy() if on_devices else view.sources
-        for index in on_devices:
+        lazy, self._tensors = segmentation.lazy, view.sources
+        if segmentation.on_devices:
             # An alias keeps the memory until the device has read it: a training may replace ``.data`` at any time.
-            self._tensors[index] = self._tensors[index].detach()
+            self._tensors = [*map(torch.Tensor.detach, view.sources)]
         self._is_plain = segmentation.is_plain
         self._names = view.names
         self._trails = view.trails
