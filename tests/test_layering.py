@@ -62,7 +62,7 @@ FOLDERS = (
 LINES = {
     ("core/types",): 2_024,
     ("core/format",): 1_355,
-    ("core/state", "core/tensors"): 3_731,
+    ("core/state", "core/tensors"): 3_732,
     ("core/image",): 2_552,
     ("core/runtime",): 2_117,
     ("core/ranks",): 2_207,

@@ -355,7 +355,8 @@ class ModuleTree:
 
 def tree_of(root: nn.Module) -> ModuleTree | None:
     """The tree of a module; None if anything but its tensors determines its state_dict. Level by level, each attribute
-    of all modules of a level by one call: a loop over modules would take a microsecond for each."""
+    of all modules of a level by one call: a loop over modules would take a microsecond for each. Most tables are empty,
+    and left out early."""
     modules, level = [root], [root]
     read: list[tuple[Any, ...]] = []
     try:
@@ -364,7 +365,7 @@ def tree_of(root: nn.Module) -> ModuleTree | None:
             if any(any(map(contains, own, repeat(method))) for method in _METHODS):
                 return None
             found = [*map(_ATTRIBUTES, own)]
-            below = chain.from_iterable(map(dict.values, map(itemgetter(0), found)))
+            below = chain.from_iterable(map(dict.values, filter(None, map(itemgetter(0), found))))
             level = [child for child in below if child is not None]
             modules += level
             read += found
@@ -379,14 +380,14 @@ def tree_of(root: nn.Module) -> ModuleTree | None:
         return None
     tensors: list[torch.Tensor | None] = [*chain.from_iterable(map(dict.values, parameters))]
     count = len(tensors)
-    tensors += chain.from_iterable(map(dict.values, buffers))
+    tensors += chain.from_iterable(map(dict.values, filter(None, buffers)))
     types = [*map(type, tensors)]
     if not set(types) <= _PLAIN_KINDS:
         return None
     shape = ModuleTreeShape(
         kinds,
         [[*map(len, table)] for table in tables],
-        [[*chain.from_iterable(table)] for table in tables],
+        [[*chain.from_iterable(filter(None, table))] for table in tables],
         types,
         [*map(id, tensors)],
         {at: frozenset(names) for at, names in enumerate(hidden) if names},
