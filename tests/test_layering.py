@@ -60,7 +60,7 @@ FOLDERS = (
 """A folder imports those before it. ``import tierfall`` itself is left to the demo and the command line."""
 
 LINES = {
-    ("core/types",): 2_024,
+    ("core/types",): 2_033,
     ("core/format",): 1_355,
     ("core/state", "core/tensors"): 3_732,
     ("core/image",): 2_552,
@@ -82,7 +82,7 @@ LINES = {
     ("tierfall/imports", "tierfall/export"): 2_753,
     ("tierfall/plan",): 1_692,
     ("tierfall/demo",): 620,
-    ("tierfall", "core"): 490,
+    ("tierfall", "core"): 493,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 

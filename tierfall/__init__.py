@@ -10,8 +10,10 @@ with tierfall.open("tiers.yaml") as ckpt:
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tierfall import errors
+from tierfall.errors import *  # noqa: F403 - `except tierfall.RestoreError`, as a traceback names it
+
 if TYPE_CHECKING:
-    from tierfall import errors
     from tierfall.api import close_all, load, open, open_tensors
     from tierfall.config import Config
     from tierfall.core.capture.handle import SaveHandle, SaveStats
@@ -69,6 +71,7 @@ __all__ = [
     "read_pointer",
     "register_codec",
 ]
+__all__ += errors.__all__
 
 _MODULES = {
     "Compression": "tierfall.tiers.image_writer",
@@ -90,7 +93,7 @@ _MODULES = {
     "register_codec": "tierfall.core.state.item",
 }
 """Where the public names are, except for those of ``tierfall.telemetry.reports``."""
-_SUBMODULES = ("backends", "errors", "policies")
+_SUBMODULES = ("backends", "policies")
 
 
 def __getattr__(name: str) -> object:

@@ -42,18 +42,27 @@ from tierfall.core.types.text import without_secrets
 class TierfallError(Exception):
     """The base of every error that tierfall raises on purpose. Its text has no secret of an address."""
 
-    __module__ = "tierfall.errors"  # where users import it from, in tracebacks too
+    __module__ = "tierfall"  # where users import it from, in tracebacks too
     retryable: ClassVar[bool] = False
     is_damage: ClassVar[bool] = False
     known_to_all = False
     """Whether a call of all ranks has raised it, on each of them."""
 
     def __init_subclass__(cls) -> None:
-        if cls.__module__ == __name__:
+        """Show a class of tierfall's that is not public as the public one that it is a kind of."""
+        if cls.__module__.startswith("tierfall."):
+            if cls.__module__ != __name__:
+                cls.__name__ = cls.__qualname__ = cls.__bases__[0].__name__
             cls.__module__ = TierfallError.__module__
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_secrets(a) if isinstance(a, str) else a for a in args))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle as the class that it is shown as."""
+        kind = type(self)
+        is_own = kind.__module__ == TierfallError.__module__
+        return error_class(kind.__name__, kind) if is_own else kind, self.args, vars(self)
 
     @classmethod
     def __get_pydantic_core_schema__(
