@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tierfall
-from tests.steps import blank, save_steps, state_of, step_in, steps_on
+from tests.steps import blank, flip, save_steps, state_of, step_in, steps_on
 from tierfall.core.types.errors import RestoreError
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -70,6 +70,33 @@ def test_retention_keeps_the_only_good_copy_of_what_is_damaged_elsewhere(
     victim.write_bytes(victim.read_bytes()[:100])
     save_steps(config, 3, 4, 5)
     assert steps_on(tmp_path / "near") == [2, 4, 5]
+
+
+def test_an_error_about_damage_names_what_can_be_restored_instead(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(near={}, far={})
+    save_steps(config, 1, 2, 3)
+    for tier in ("near", "far"):
+        flip(image(tmp_path / tier, 3), 66_000)
+    with tierfall.open(config) as ckpt:
+        with pytest.raises(
+            RestoreError, match=r"near, far: .* 2@1, 1@1: name one by step="
+        ) as named:
+            ckpt.restore(blank(), step=3)
+        assert "tierfall verify" in str(named.value)
+        assert "is skipped" not in caplog.text
+        with pytest.raises(RestoreError, match="Only tier near was read"):
+            ckpt.restore(blank(), step=3, tier="near")
+        assert ckpt.restore(blank(), step=2)
+    for step in (1, 2):
+        for tier in ("near", "far"):
+            flip(image(tmp_path / tier, step), 66_000)
+    with tierfall.open(config) as ckpt, pytest.raises(RestoreError, match="fresh=True") as every:
+        ckpt.restore(blank())
+    assert [line[:11] for line in str(every.value).splitlines()[1:-1]] == [
+        f"  step {step}@1:" for step in (3, 2, 1)
+    ]
 
 
 # What readers find -------------------------------------------------------------------------------

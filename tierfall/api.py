@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -69,9 +70,6 @@ def open(
     process trains this run on this machine, BackendError where a tier refuses, RanksError where other ranks do not
     call.
     """
-    for name, value in (("fresh", fresh), ("replace", replace)):
-        if not isinstance(value, bool):
-            raise ConfigError(f"open: {name} is {value!r}; expected True or False")
     settings = load_config(config, run=run)
     if replace and (earlier := open_run_on(settings)) is not None:
         earlier.close(failed_by_exception())
@@ -232,10 +230,9 @@ def _at_pointer(path: Path, pointer: Pointer, request: RestoreRequest, read: Cal
     try:
         return read(pointer.config(), request)
     except RestoreError as error:
-        prefix = f"{request.operation}: "
         raise RestoreError(
-            f"{prefix}{path} points to checkpoint {pointer.checkpoint} of run {pointer.run!r}: "
-            + str(error).removeprefix(prefix)
+            f"{request.operation}: {path} points to checkpoint {pointer.checkpoint} of run {pointer.run!r}: "
+            + _without_call(error, request)
         ) from error
 
 
@@ -299,12 +296,17 @@ def _at_place(
         return read(place.settings(), request, place.shard or SHARD)
     except RestoreError as error:
         prefix = f"{request.operation}: "
-        text = f"{prefix}{path}: {str(error).removeprefix(prefix)}"
+        text = f"{prefix}{path}: {_without_call(error, request)}"
         lost = isinstance(error.__cause__, UnreachableError)
         elsewhere = None if lost else place.advice_if_moved()
         if elsewhere is not None:
             text = f"{text}; {elsewhere}" if place.checkpoint else f"{prefix}{elsewhere}"
         raise RestoreError(text) from error
+
+
+def _without_call(error: RestoreError, request: RestoreRequest) -> str:
+    """Return an error's text without the name of the call that it begins with."""
+    return re.sub(rf"\A{request.operation}(: | of )", "", str(error))
 
 
 def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path | str) -> RestoreRequest:

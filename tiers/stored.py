@@ -392,7 +392,7 @@ class StoredTier:
             damage = error
         found = self.decided.known.damage(copy.id, copy.commit.lineage.attempt_id)
         if damage is None and found is not None:
-            why = self.decided.reason(found)
+            why = self.decided.reason(found).removeprefix(f"{self.name}: ")
             damage = IntegrityError(f"{self.name}: {copy.id} was found damaged: {why}")
         return replace(copy, damage=damage)
 

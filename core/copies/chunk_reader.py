@@ -67,7 +67,8 @@ class ReadTally:
     """The bytes that a restore has read, by tier; those received from other ranks, by tier and rank; and the skipped
     sources.
 
-    It is shared by the reading threads. ``found_damage`` is called once for each copy that does not match its digests
+    It is shared by the reading threads. ``others`` are the newest steps that the request does not name, and that have
+    a copy without known damage. ``found_damage`` is called once for each copy that does not match its digests
     or is missing, by any of these threads. ``found_unread`` is called for each checkpoint that could not be read, and
     was not restored for that: no rule may delete it. ``on_planned`` is called with the bytes that are to be read from
     then on, ``on_bytes`` with those of each chunk once its targets are filled.
@@ -81,6 +82,7 @@ class ReadTally:
     on_planned: Callable[[int], None] = lambda count: None
     on_bytes: Callable[[int], None] = lambda count: None
     damaged: set[tuple[str, CheckpointId]] = field(default_factory=set)
+    others: tuple[CheckpointId, ...] = ()
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, tier: str, bytes: int) -> None:
@@ -93,8 +95,9 @@ class ReadTally:
             self.received[tier, rank] = self.received.get((tier, rank), 0) + bytes
 
     def add_skipped(self, what: str, reason: object, id: CheckpointId | None = None) -> None:
-        """Add a source. Its tier, which ``what`` ends with, is not named again."""
-        text = str(reason).removeprefix(f"{what.rpartition(' ')[2]}: ")
+        """Add a source. What ``what`` names is not named again: its tier, which it ends with, and the chunk."""
+        item, _, tier = what.rpartition(" on ")
+        text = str(reason).removeprefix(f"{tier.rpartition(' ')[2]}: ").removeprefix(f"{item} ")
         with self.lock:
             self.fallbacks.append(Fallback(what=what, reason=text, id=id))
 
@@ -169,9 +172,13 @@ class ChunkReader:
                 raise failure
         if all(isinstance(failure, KeyNotFoundError) for failure in failures) and self._is_gone():
             raise IntegrityError(f"{id} was deleted while it was read: no copy is left")
+        tiers: dict[str, list[str]] = {}
+        for image, failure in zip(self.images, failures, strict=True):
+            why = str(failure).removeprefix(f"{image.tier}: ")
+            tiers.setdefault(why, []).append(image.tier)
         raise IntegrityError(
             f"chunk {index} is damaged in every copy that was read: "
-            + "; ".join(map(str, failures))
+            + "; ".join(f"{', '.join(those)}: {why}" for why, those in tiers.items())
         )
 
     def fill_from_page_cache(

@@ -436,10 +436,11 @@ class Decisions(Component):
             return  # it is known, or the copy was deleted meanwhile
         why, repairable = damage.text, damage.repairable
         repair = f"tierfall verify {entry.id} --tier {tier} --repair"
-        cure = f" (once the training has ended, '{repair}' rewrites it from a good copy)"
-        text = "%s: %s is damaged, and protects nothing: %s%s"
+        cure = f". Once the training has ended, '{repair}' rewrites it, if another copy is good"
+        text = "%s: %s is damaged, and no longer counts as a copy: %s%s"
         is_mended = repairable and tier not in self._ledger.peer_tiers
-        logger.error(text, tier, entry.id, why, cure if is_mended else "")
+        said = why.removeprefix(f"{tier}: ")
+        logger.error(text, tier, entry.id, said, cure if is_mended else "")
         entry.note_damage(tier, why, repairable=repairable)
         if not repairable:  # it is gone: no room can be made by its deletion
             entry.bytes = without(entry.bytes, tier)

@@ -427,11 +427,6 @@ def plan_fill(
     Without ``choices`` all is restored, including the random state, and both sides must have the same names. Raises
     RestoreError with the names of all mismatches.
     """
-    if not isinstance(state, Mapping):
-        raise RestoreError(
-            f"restore: state is {with_article(type(state).__name__)}; expected a mapping of names to objects, such as "
-            '{"model": model}'
-        )
     choices = choices or Choices()
     header = renamed(header, choices.rename)
     work = RestoreWork(header, state, choices)

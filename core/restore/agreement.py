@@ -73,12 +73,14 @@ class _RestoreCall(Message):
 class Candidates(Message):
     """What all ranks may restore, newest first. ``commits`` are their records, which name no files and nodes.
     ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are skipped because they
-    could not be read. ``later``: that depends on commit records that were left to be read later."""
+    could not be read; ``others`` are those of ``ReadTally``. ``later``: that depends on commit records that were left
+    to be read later."""
 
     later: bool = False
     commits: tuple[Commit, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
     unread: tuple[CheckpointId, ...] = ()
+    others: tuple[CheckpointId, ...] = ()
 
 
 def agree_to_restore(
@@ -108,6 +110,7 @@ def agree_to_restore(
     decision = ranks.agree("restore", call, decide, Candidates)
     if decision.later:
         return None
+    tally.others = decision.others
     for fallback in decision.fallbacks:
         tally.add_skipped(fallback.what, fallback.reason, fallback.id)
     for id in decision.unread:
@@ -337,6 +340,7 @@ def choose_candidates(
         commits=tuple(replace(commit, files=(), nodes=()) for commit in commits),
         fallbacks=tuple(tally.fallbacks),
         unread=tuple(unread),
+        others=tally.others,
     )
 
 

@@ -162,10 +162,13 @@ def read_first(
             candidates = choose(request)
         except TierfallError as failure:
             raise progress.final_error(failure, request.operation) from failure
+    tried = [
+        f"\n  {f.what}: {f.reason}" for f in tally.fallbacks if f.what.startswith(("step", "tier"))
+    ]
     raise RestoreError(
-        f"{request.operation}: none of the checkpoints can be read whole: "
-        + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
-        + progress.half_filled
+        f"{request.operation}: none of the checkpoints can be read whole{progress.half_filled}:{''.join(tried[-8:])}\n"
+        "'tierfall verify' tells what is damaged where. Bring a copy back from a backup, or begin anew by open(..., "
+        "fresh=True)"
     )
 
 
@@ -245,10 +248,25 @@ class Progress:
             reason = error if failed is None else self._follow(failed, error)
             if reason is not None and self.request.step is not None:
                 kind = RestoreError if self.request.ignore_unreachable else DamagedError
-                raise kind(f"{self.what}: {reason}{self.half_filled}") from error
+                text = f"{self.what}: {reason}{self.half_filled}. {self._instead()}"
+                raise kind(text) from error
             return found if reason is None else None
         finally:
             del error, reason  # its traceback holds this frame, and so the targets
+
+    def _instead(self) -> str:
+        """Return what can be restored in place of the step that was named."""
+        others = format_some([str(id) for id in self.tally.others])
+        text = (
+            f"Without known damage: {others}: name one by step=, or leave step out for the newest"
+        )
+        if not others:
+            text = "No other step is there without damage: bring a copy back from a backup"
+        if self.request.tier is not None:
+            text = (
+                f"Only tier {self.request.tier} was read: leave tier out to read the others. {text}"
+            )
+        return f"{text}. 'tierfall verify' tells what is damaged where"
 
     def _classify(self, error: BaseException) -> BaseException:
         """Return the error itself if an older step may be tried (one of PASSABLE, which is damage unless the request
@@ -298,7 +316,8 @@ class Progress:
     def _log_fallback(self, reason: object) -> None:
         id = self.checkpoint.id
         self.tally.add_skipped(f"step {id}", reason, id)
-        logger.error("%s: step %s is skipped: %s", self.request.operation, id, reason)
+        if self.request.step is None:  # else the error says it
+            logger.error("%s: step %s is skipped: %s", self.request.operation, id, reason)
 
     def final_error(self, error: BaseException, of: str) -> BaseException:
         """Return the error that a restore ends with. It tells whether targets were touched; an error of an agreement

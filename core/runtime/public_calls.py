@@ -15,12 +15,13 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import currentframe
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
 from tierfall.core.types.errors import CapacityError, ConfigError, TierfallError
+from tierfall.core.types.text import hint_at, signature_text
 
 logger = logging.getLogger("tierfall")
 P = ParamSpec("P")
@@ -54,8 +55,11 @@ def _call_around(frame: FrameType | None) -> FrameType | None:
 
 
 def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P, T]:
-    """Make a function a public call; ``alone``: it is refused within another one of its thread."""
+    """Make a function a public call; ``alone``: it is refused within another one of its thread. What is no flag is not
+    taken for one, and arguments that it does not have are answered by those that it has."""
     name = function.__name__.strip("_")
+    parameters = inspect.signature(function).parameters
+    flags = {each.name for each in parameters.values() if isinstance(each.default, bool)}
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -66,6 +70,7 @@ def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P,
                 "handler set a flag, and make this call after that one"
             )
         try:
+            _check_flags(name, {flag: kwargs[flag] for flag in flags & kwargs.keys()})
             return function(*args, **kwargs)
         except (TierfallError, TimeoutError) as error:
             if around is not None or _has_user_code(error):
@@ -85,11 +90,30 @@ def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P,
                 "container's pids limit)"
             ) from None
         except TypeError as error:
-            if around is None and not _takes(function, args, kwargs):
-                error.__traceback__ = None
+            if not _takes(function, args, kwargs):
+                _add_signature(error, name, parameters, kwargs)
             raise
 
     return cast("Callable[P, T]", call)
+
+
+def _check_flags(name: str, values: Mapping[str, object]) -> None:
+    for flag, value in values.items():
+        if not isinstance(value, bool) and getattr(value, "ndim", None) != 0:  # NumPy's, torch's
+            raise ConfigError(f"{name}: {flag} is {value!r:.80}; expected True or False")
+
+
+def _add_signature(
+    error: TypeError,
+    name: str,
+    parameters: Mapping[str, inspect.Parameter],
+    kwargs: Mapping[str, object],
+) -> None:
+    """Add to an error how the function is called, and end its traceback at the user's line."""
+    near = "".join(hint_at(each, parameters) for each in kwargs.keys() - parameters.keys())
+    shown = signature_text(each for each in parameters.values() if each.name != "self")
+    error.args = (f"{error}; it is called as {name}{shown}{near}",)
+    error.__traceback__ = None
 
 
 def _takes(function: Callable[..., object], args: Any, kwargs: Any) -> bool:

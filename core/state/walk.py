@@ -39,7 +39,7 @@ from tierfall.core.tensors.dtensor import (
 )
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.value_codec import Coded
-from tierfall.core.types.errors import CaptureError
+from tierfall.core.types.errors import CaptureError, TierfallError
 from tierfall.core.types.text import with_article
 from tierfall.core.types.values import Changes
 
@@ -67,6 +67,17 @@ _ADVICE_BY_KIND = {
 }
 
 
+def check_state(
+    state: object, *, doing: str = "save", error: type[TierfallError] = CaptureError
+) -> None:
+    """Raise the error unless a state is a mapping."""
+    if not isinstance(state, Mapping):
+        raise error(
+            f"{doing}: state is {with_article(type(state).__name__)}; expected a mapping of names to objects, such as "
+            '{"model": model}'
+        )
+
+
 def walk_state(
     state: Mapping[Any, object], cache: WalkCache | None = None, *, with_random: bool = True
 ) -> StateView:
@@ -75,11 +86,7 @@ def walk_state(
     ``cache`` has the results of the previous walk of this state, and is updated. ``with_random`` adds the process's
     random state, unless the state has an entry of that name.
     """
-    if not isinstance(state, Mapping):
-        raise CaptureError(
-            f"save: state is {with_article(type(state).__name__)}; expected a mapping of names to objects, such as "
-            '{"model": model}'
-        )
+    check_state(state)
     cache = WalkCache() if cache is None else cache
     scans = modules.scan_state(state, cache.trees)
     walk = _Walk(scans, cache)

@@ -38,6 +38,32 @@ from pydantic_core import core_schema
 
 from tierfall.core.types.text import without_secrets
 
+__all__ = [
+    "AccessDeniedError",
+    "BackendError",
+    "CapacityError",
+    "CaptureError",
+    "ConfigError",
+    "FencedError",
+    "FlushError",
+    "IntegrityError",
+    "KeyExistsError",
+    "KeyInvalidError",
+    "KeyNotFoundError",
+    "LockError",
+    "LostWriteError",
+    "NotSupportedError",
+    "RanksError",
+    "RestoreError",
+    "StateChangedError",
+    "StepError",
+    "StorageFullError",
+    "TierfallError",
+    "TruncatedError",
+    "UnreachableError",
+]
+"""What ``tierfall.errors`` and ``tierfall`` have."""
+
 
 class TierfallError(Exception):
     """The base of every error that tierfall raises on purpose. Its text has no secret of an address."""

@@ -79,9 +79,13 @@ def signature_fault(function: Callable[..., Any], expected: str) -> str | None:
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError:
-        bare = (each.replace(annotation=each.empty) for each in signature.parameters.values())
-        return f"its parameters are ({', '.join(map(str, bare))}); expected {expected}"
+        return f"its parameters are {signature_text(signature.parameters.values())}; expected {expected}"
     return None
+
+
+def signature_text(parameters: Iterable[inspect.Parameter]) -> str:
+    """Format parameters without their types: ``(step, *, block=False)``."""
+    return str(inspect.Signature([each.replace(annotation=each.empty) for each in parameters]))
 
 
 def float_to_json(value: float) -> float | str:

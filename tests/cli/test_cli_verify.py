@@ -145,7 +145,7 @@ def test_a_living_trainer_learns_of_it_before_it_drops_because_of_that_copy(
         flip(folder(tmp_path / "disk", 2) / IMAGE, 66_000)
         damage(cli)
         ckpt.save(3, state_of(3), block=True)
-        learnt = "disk: 2@1 is damaged, and protects nothing"
+        learnt = "disk: 2@1 is damaged, and no longer counts as a copy"
         wait_until(lambda: learnt in caplog.text, "the trainer has read the list of the tier")
         assert "--tier disk --repair' rewrites it" in caplog.text
         assert (folder(tmp_path / "disk", 1) / "commit.json").exists()

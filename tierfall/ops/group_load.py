@@ -66,8 +66,6 @@ class _Parts(Message):
 
 def check_group(group: object, *, share: object, device: torch.device) -> None:
     """Raise ConfigError for arguments of ``load`` that do not go together."""
-    if not isinstance(share, bool):
-        raise ConfigError(f"load: share is {share!r}; expected True or False")
     if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError("load: this process is not in the group that it was given")
     kind = type(group)

@@ -34,14 +34,15 @@ from tierfall.core.restore.restore import RestoreResult, fill_first
 from tierfall.core.runtime.callbacks import check_callback
 from tierfall.core.runtime.public_calls import public_call, public_class
 from tierfall.core.state.item import resize_rules
+from tierfall.core.state.walk import check_state
 from tierfall.core.types import keys
-from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision
 from tierfall.run import group_commands
 from tierfall.run.open_run import OpenRun, failed_by_exception
-from tierfall.run.saver import as_step
+from tierfall.run.saver import as_step, checked_tags
 from tierfall.run.status_writer import restore_report
 from tierfall.setup import pointer
 from tierfall.telemetry.figures import Statistics, to_metrics
@@ -129,6 +130,8 @@ class Checkpointer:
         self._opened.check_usable()
         self._lineage.check_begun(step)
         step = as_step(step)
+        check_state(state)  # a wrong argument is not to wait for the first step that is due
+        checked_tags(tags)
         self._session.step_timer.record(step, time.monotonic())
         handle = None
         if self._cadence.is_due(step) and not self._lineage.has_saved(step):
@@ -192,6 +195,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         self._opened.check_usable()
+        check_state(state, doing="restore", error=RestoreError)
         request = self._opened.restore_request(step, attempt, tier, unreachable)
         choices = Choices(
             only=only,
@@ -248,8 +252,6 @@ class Checkpointer:
         """
         began = time.monotonic()
         self._opened.check_usable()
-        if not isinstance(resume, bool):
-            raise ConfigError(f"load: resume is {resume!r}; expected True or False")
         check_device(map_location)
         request = replace(
             self._opened.restore_request(step, attempt, doing="load"),
