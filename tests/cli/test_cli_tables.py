@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +82,19 @@ def test_beside_a_trainer_watch_shows_tags_and_metrics_too(make_cli: Callable[..
         assert seen()["metrics"] == {**METRICS, "bad": "nan"}
         head, row = table(cli("watch", "--once").out, "STEP")
         assert ("loss" in head, "tokens" in head, "#try" in row) == (True, False, True)
+
+
+def test_only_the_state_of_a_copy_has_its_colour(
+    make_cli: Callable[..., Cli], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run, a tier or an entry may have the name of a state."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    cli = make_cli(disk={"name": "owed"})
+    cli.configure({**cli.config, "run": "damaged"})
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    assert "\x1b[1;31m" not in cli("runs").out
+    assert "\x1b[33m" not in cli("ls").out
+    (image,) = tmp_path.glob("*/damaged/step-*/*.safetensors")
+    image.write_bytes(b"")
+    assert "\x1b[1;31mdamaged\x1b[0m" in cli("ls", code=1).out

@@ -16,6 +16,7 @@ from rich.text import Text
 import tierfall
 from tests.contract.trainer import Trainer
 from tests.steps import state_of, wait_until
+from tests.stuck_tier import StuckTier
 from tierfall.cli.look import RunView
 from tierfall.core.format import documents
 from tierfall.core.types.values import TierKind
@@ -71,6 +72,28 @@ def test_the_rate_of_a_first_copy_is_right_or_not_shown(make_cli: MakeCli) -> No
         left = t["bytes"] - t["done_bytes"]
         rate = t["bytes_per_s"]
         assert t["left_s"] == (pytest.approx(left / rate) if rate else None)
+
+
+@pytest.mark.parametrize("call", ["delete", "delete_some"])
+def test_ls_calls_a_copy_leaving_while_its_trainer_deletes_it(
+    call: str, make_cli: MakeCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its commit record is deleted, and after: without it the copy was taken for one that arrives."""
+    cli, stuck = make_cli(disk={"retain": {"last": 1}}), StuckTier(tmp_path / "disk", monkeypatch)
+
+    def line(word: str, command: str = "ls") -> str:
+        found = [x for x in cli(*command.split()).out.splitlines() if x.split()[:1] == ["1@1"]]
+        return found[0] if found and word in found[0] else ""
+
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        stuck.hang_in(call)
+        ckpt.save(2, state_of(2), block=True)
+        assert stuck.hung.wait(30)
+        wait_until(lambda: bool(line("leaving", "watch --once")), "the trainer says it")
+        assert line("leaving")
+        stuck.gate.set()
+        wait_until(lambda: not line("leaving"), "it is gone")
 
 
 def test_a_trainer_that_says_nothing_for_long_may_hang(

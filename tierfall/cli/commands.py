@@ -37,6 +37,7 @@ from tierfall.cli.look import held_members
 from tierfall.cli.output import (
     CommandOutput,
     Part,
+    as_state,
     counted,
     table,
     with_tier,
@@ -591,7 +592,13 @@ def _answer_verify(
     if repairs is not None:
         answer.document["repairs"] = [members(r) | {"file": r.file or None} for r in repairs]
     rows = [
-        (str(copy.id), copy.tier, str(copy.chunks), format_size(copy.bytes), _verdict(copy))
+        (
+            str(copy.id),
+            copy.tier,
+            str(copy.chunks),
+            format_size(copy.bytes),
+            as_state(_verdict(copy)),
+        )
         for copy in sorted(report.copies, key=lambda c: c.id)
     ]
     if rows:

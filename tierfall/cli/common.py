@@ -8,13 +8,22 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
 from rich.text import Text
 
-from tierfall.cli.output import CommandOutput, aligned, cell, screen_width, styled, with_tier
+from tierfall.cli.output import (
+    CommandOutput,
+    aligned,
+    as_state,
+    cell,
+    screen_width,
+    styled,
+    with_tier,
+)
 from tierfall.cli.usage import (
     DEFAULT_CONFIG,
     Asked,
@@ -38,7 +47,13 @@ from tierfall.ops.commands import (
     view_of,
     without_good_copy,
 )
-from tierfall.ops.reader import RunReader, config_of_place, find_owner_of, find_runs
+from tierfall.ops.reader import (
+    RunReader,
+    config_of_place,
+    find_living_status,
+    find_owner_of,
+    find_runs,
+)
 from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.policies.retention import plan_retention
 from tierfall.setup.places import run_folder, seen_by_one
@@ -47,6 +62,7 @@ from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.figures import Statistics
 from tierfall.telemetry.progress import LINE_EVERY_S, Watch, shown
 from tierfall.telemetry.reports import CheckpointInfo, CopyInfo, format_unread
+from tierfall.telemetry.status import Status
 
 REMARKS = "REMARKS"
 
@@ -68,23 +84,15 @@ def checkpoints_table(
     *,
     now_s: float,
     unread: Collection[str] = (),
-    writing: Collection[tuple[int, int, str]] = (),
 ) -> Text:
     """Return a table of checkpoints with a column for the state on each tier, for each metric and for remarks; with one
-    column for all tiers if it would be wider than the terminal. ``unread`` are tiers that could not be read,
-    ``writing`` the copies in progress, as step, attempt and tier."""
-
-    def state(one: CheckpointInfo, tier: str) -> str:
-        found = "?" if tier in unread else one.on(tier)
-        is_arriving = found == "owed" and (one.step, one.attempt, tier) in writing
-        return str(CopyState.ARRIVING) if is_arriving else found
-
+    column for all tiers if it would be wider than the terminal. ``unread`` are tiers that could not be read."""
     narrow_head, wide_head = ("STEP", "AGE", "SIZE", "COPIES"), ("STEP", "AGE", "SIZE", *tiers)
     wide, narrow = [], []
     for one in shown:
         age = cell(one.wall_time_s, lambda at: rough_duration(max(0.0, now_s - at)))
         head = (f"{one.step}@{one.attempt}", age, format_size(one.bytes))
-        states = {tier: state(one, tier) for tier in tiers}
+        states = {tier: as_state("?" if tier in unread else one.on(tier)) for tier in tiers}
         values = {name: format_metric(one.metrics.get(name)) for name in metrics}
         remarks = ", ".join(one.remarks)
         wide.append((*head, *states.values(), *values.values(), remarks))
@@ -190,6 +198,12 @@ def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
     return None if owner is None else members(owner, "pid", "node", "since_wall_s")
 
 
+def _moving(seen: CheckpointInfo | None, state: CopyState) -> dict[str, CopyInfo]:
+    """Return the copies of a checkpoint in one state."""
+    copies = seen.copies.items() if seen else ()
+    return {tier: copy for tier, copy in copies if copy.state == state}
+
+
 class RunFacts:
     """One listing of all tiers of a run, at ``wall_time_s``. Tiers that are ``not_created`` yet are empty. ``owner`` is
     the living trainer on this machine, ``newest_attempt`` the record of the newest start; None: not known."""
@@ -250,23 +264,46 @@ class RunFacts:
         )
 
     @cached_property
+    def trainer(self) -> Status | None:
+        """The status of the living trainer on this machine."""
+        return None if self.owner is None else find_living_status(self.config, run=self.run)
+
+    @cached_property
+    def _seen(self) -> dict[CheckpointId, CheckpointInfo]:
+        """The newest checkpoints as the trainer sees them, oldest first."""
+        known = self.trainer.checkpoints if self.trainer else ()
+        return {CheckpointId(one.step, one.attempt): one for one in known}
+
+    @cached_property
     def checkpoints(self) -> dict[CheckpointId, CheckpointInfo]:
-        """Every checkpoint, and every unfinished one, oldest first."""
-        unfinished = {id for listing in self.listings for id in listing.unfinished}
+        """Every checkpoint, and every unfinished one, oldest first. What a living trainer writes or deletes, it says
+        itself."""
+        begun = {id for listing in self.listings for id in listing.unfinished}
+        begun |= {id for id, one in self._seen.items() if _moving(one, CopyState.ARRIVING)}
         owed = {c.id: c.owed - self.unread.keys() for c in self.view.checkpoints}
         return {
-            id: self._info(id, owed.get(id, frozenset()))
-            for id in sorted({*self.by_id, *unfinished})
+            id: self._info(id, owed.get(id, frozenset())) for id in sorted({*self.by_id, *begun})
         }
 
+    def _incomplete(self, id: CheckpointId, tier: str) -> str:
+        """Return the state of a copy without its commit record, which is written last and deleted first."""
+        seen, oldest = self._seen.get(id), next(iter(self._seen), id)
+        is_leaving = id < oldest if seen is None else tier in seen.copies
+        return str(CopyState.LEAVING if is_leaving else CopyState.ARRIVING)
+
     def _info(self, id: CheckpointId, owed: frozenset[str]) -> CheckpointInfo:
-        state = str(CopyState.ARRIVING) if self.owner else "unfinished"
         begun = {
-            listing.tier: CopyInfo(state=state, bytes=listing.unfinished[id])
+            listing.tier: CopyInfo(
+                state=self._incomplete(id, listing.tier) if self.owner else "unfinished",
+                bytes=listing.unfinished[id],
+            )
             for listing in self.listings
             if id in listing.unfinished
         }
-        known = self.by_id.get(id)
+        known, seen = self.by_id.get(id), self._seen.get(id)
+        begun |= _moving(seen, CopyState.ARRIVING)
+        if known is None and seen is not None:
+            return replace(seen, copies=begun)
         if known is None:
             most = max(copy.bytes for copy in begun.values())
             return CheckpointInfo(step=id.step, attempt=id.attempt, bytes=most, copies=begun)
@@ -278,6 +315,8 @@ class RunFacts:
             )
             for tier, copy in known.copies.items()
         }
+        leaving = _moving(seen, CopyState.LEAVING)
+        held |= {tier: copy for tier, copy in leaving.items() if tier in held}
         line = known.commit.lineage if known.commit else None
         return CheckpointInfo(
             step=id.step,
@@ -294,6 +333,7 @@ class RunFacts:
             not_finite=tuple(sorted(known.not_finite)),
             copies=begun | held,
             owed=tuple(tier.name for tier in self.view.tiers if tier.name in owed),
+            set_aside=seen.set_aside if seen else {},
         )
 
     def decision(self, tier: str, id: CheckpointId) -> Decision:

@@ -35,6 +35,7 @@ from tierfall.cli.common import (
 from tierfall.cli.output import (
     CommandOutput,
     Part,
+    as_state,
     cell,
     counted,
     print_parts,
@@ -79,7 +80,6 @@ from tierfall.ops.reader import (
     RunReader,
     RunSnapshot,
     Watcher,
-    find_living_status,
     find_runs,
     held_by_runs,
 )
@@ -218,7 +218,7 @@ def ls(answer: CommandOutput, last: int | None, metrics: bool) -> None:
     settings = load_settings(answer.asked)
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
-        trainer = find_living_status(settings, run=settings.run)
+        trainer = facts.trainer
         answer.problems += facts.problems
         known = facts.checkpoints
         shown = [*known][-(last or len(known)) :]
@@ -231,14 +231,12 @@ def ls(answer: CommandOutput, last: int | None, metrics: bool) -> None:
         }
         if shown:
             all_names = sorted({m for one in known.values() for m in one.metrics})
-            transfers = trainer.transfers if trainer else ()
             made = checkpoints_table(
                 [known[id] for id in shown],
                 [listing.tier for listing in facts.listings],
                 all_names if metrics else used_metrics(facts.view.tiers),
                 now_s=facts.wall_time_s,
                 unread=facts.unread,
-                writing={(t.step, t.attempt, t.tier) for t in transfers},
             )
             answer.show(made)
         if older := len(known) - len(shown):
@@ -351,7 +349,12 @@ def _in_full(
     yield ""
     decisions = [facts.decision(tier, checkpoint.id) for tier in checkpoint.copies]
     copies = [
-        (tier, copy.label, format_size(copy.bytes), f"{decided.verdict}: {decided.reason}")
+        (
+            tier,
+            as_state(info.on(tier)),
+            format_size(copy.bytes),
+            f"{decided.verdict}: {decided.reason}",
+        )
         for (tier, copy), decided in zip(checkpoint.copies.items(), decisions, strict=True)
     ]
     yield table(("COPY", "STATE", "SIZE", "RETENTION"), copies, ("SIZE",))

@@ -39,6 +39,9 @@ STYLES = {
 }
 """Colours of the states that need attention. Rich applies them on a terminal, and honours NO_COLOR and FORCE_COLOR."""
 _STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, STYLES))})(?![^\s,])")
+_MARK = 0xE000
+"""Added to each character of a state until it is drawn: the same word elsewhere in a table is none."""
+_MARKED = {"".join(chr(ord(c) + _MARK) for c in state): state for state in STYLES}
 
 
 @dataclass(slots=True)
@@ -119,15 +122,22 @@ def _wrapped(text: str, width: int) -> str:
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> Text:
     """Return a table without rules, and without columns that are empty; those in ``right`` are aligned to the right,
-    states of copies have their colour."""
+    what ``as_state`` returned has its colour."""
     return styled(aligned(names, [*rows], right))
+
+
+def as_state(cell: str) -> str:
+    """Mark the state of a copy in a cell, for its colour."""
+    return _STATE.sub(lambda found: "".join(chr(ord(c) + _MARK) for c in found[0]), cell)
 
 
 def styled(drawn: Sequence[str]) -> Text:
     lines = [_wrapped(line, screen_width()).replace(GLUE, " ") for line in drawn]
     text = Text("\n".join(lines))
     text.stylize("bold", 0, len(lines[0]))
-    text.highlight_regex(_STATE, lambda state: STYLES[state])
+    for marked, state in _MARKED.items():
+        text.highlight_words([marked], STYLES[state])
+        text.plain = text.plain.replace(marked, state)
     return text
 
 
