@@ -25,7 +25,7 @@ from tierfall.core.tensors import builtin_codecs, value_codec
 from tierfall.core.tensors import names as naming
 from tierfall.core.tensors.value_codec import Contents
 from tierfall.core.types.errors import RestoreError
-from tierfall.core.types.text import are_texts
+from tierfall.core.types.text import list_fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,8 @@ class Choices:
     def __post_init__(self) -> None:
         for what in ("only", "skip", "retype", "resize"):
             names = getattr(self, what)
-            if isinstance(names, str):
-                raise RestoreError(
-                    f"{self.doing}: {what} must be a list of names, such as [{names!r}], not a string"
-                )
-            if names is not None and not are_texts(names):
-                raise RestoreError(f"{self.doing}: {what} must be a list of names, not {names!r}")
+            if names is not None and (fault := list_fault(names)):
+                raise RestoreError(f"{self.doing}: {what} {fault}")
         if self.rename is not None and not _are_names(self.rename):
             raise RestoreError(
                 "restore: rename must be a mapping {name in the checkpoint: name in the state}, such as "

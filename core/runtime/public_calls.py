@@ -16,6 +16,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from inspect import currentframe
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -58,8 +59,8 @@ def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P,
     """Make a function a public call; ``alone``: it is refused within another one of its thread. What is no flag is not
     taken for one, and arguments that it does not have are answered by those that it has."""
     name = function.__name__.strip("_")
-    parameters = inspect.signature(function).parameters
-    flags = {each.name for each in parameters.values() if isinstance(each.default, bool)}
+    signature = inspect.signature(function)
+    flags = {p.name for p in signature.parameters.values() if isinstance(p.default, bool)}
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -90,8 +91,7 @@ def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P,
                 "container's pids limit)"
             ) from None
         except TypeError as error:
-            if not _takes(function, args, kwargs):
-                _add_signature(error, name, parameters, kwargs)
+            _add_signature(error, name, signature, args, kwargs)
             raise
 
     return cast("Callable[P, T]", call)
@@ -104,25 +104,18 @@ def _check_flags(name: str, values: Mapping[str, object]) -> None:
 
 
 def _add_signature(
-    error: TypeError,
-    name: str,
-    parameters: Mapping[str, inspect.Parameter],
-    kwargs: Mapping[str, object],
+    error: TypeError, name: str, signature: inspect.Signature, args: Any, kwargs: Any
 ) -> None:
-    """Add to an error how the function is called, and end its traceback at the user's line."""
-    near = "".join(hint_at(each, parameters) for each in kwargs.keys() - parameters.keys())
-    shown = signature_text(each for each in parameters.values() if each.name != "self")
+    """If the arguments do not fit, add how the function is called, and end the traceback at the user's line."""
+    with suppress(TypeError):
+        signature.bind(*args, **kwargs)
+        return
+    near = "".join(
+        hint_at(each, signature.parameters) for each in kwargs.keys() - signature.parameters.keys()
+    )
+    shown = signature_text(each for each in signature.parameters.values() if each.name != "self")
     error.args = (f"{error}; it is called as {name}{shown}{near}",)
     error.__traceback__ = None
-
-
-def _takes(function: Callable[..., object], args: Any, kwargs: Any) -> bool:
-    """Return whether a function has parameters for these arguments."""
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 _CALL = public_call(lambda: None).__code__

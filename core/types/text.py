@@ -126,7 +126,12 @@ def to_json(value: Any) -> Any:
     return members(value) if is_dataclass(value) else str(value)
 
 
-def are_texts(values: object) -> bool:
-    """Return whether values are a collection of strings, or one string. An iterator is none: reading it would empty
-    it."""
-    return isinstance(values, Collection) and all(isinstance(each, str) for each in values)
+def list_fault(values: object) -> str | None:
+    """Describe why values are no list of names; None if they are. An iterator is none: reading it would empty it."""
+    match values:
+        case Collection() if not isinstance(values, str) and all(
+            isinstance(x, str) for x in values
+        ):
+            return None
+    shown = values if isinstance(values, str) and values else "model"
+    return f"must be a list of names, such as [{shown!r}], not {values!r:.80}"

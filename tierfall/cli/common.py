@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -198,12 +197,6 @@ def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
     return None if owner is None else members(owner, "pid", "node", "since_wall_s")
 
 
-def _moving(seen: CheckpointInfo | None, state: CopyState) -> dict[str, CopyInfo]:
-    """Return the copies of a checkpoint in one state."""
-    copies = seen.copies.items() if seen else ()
-    return {tier: copy for tier, copy in copies if copy.state == state}
-
-
 class RunFacts:
     """One listing of all tiers of a run, at ``wall_time_s``. Tiers that are ``not_created`` yet are empty. ``owner`` is
     the living trainer on this machine, ``newest_attempt`` the record of the newest start; None: not known."""
@@ -276,34 +269,32 @@ class RunFacts:
 
     @cached_property
     def checkpoints(self) -> dict[CheckpointId, CheckpointInfo]:
-        """Every checkpoint, and every unfinished one, oldest first. What a living trainer writes or deletes, it says
-        itself."""
-        begun = {id for listing in self.listings for id in listing.unfinished}
-        begun |= {id for id, one in self._seen.items() if _moving(one, CopyState.ARRIVING)}
+        """Every checkpoint, and every unfinished one, oldest first."""
+        unfinished = {id for listing in self.listings for id in listing.unfinished}
         owed = {c.id: c.owed - self.unread.keys() for c in self.view.checkpoints}
         return {
-            id: self._info(id, owed.get(id, frozenset())) for id in sorted({*self.by_id, *begun})
+            id: self._info(id, owed.get(id, frozenset()))
+            for id in sorted({*self.by_id, *unfinished})
         }
 
     def _incomplete(self, id: CheckpointId, tier: str) -> str:
         """Return the state of a copy without its commit record, which is written last and deleted first."""
         seen, oldest = self._seen.get(id), next(iter(self._seen), id)
         is_leaving = id < oldest if seen is None else tier in seen.copies
-        return str(CopyState.LEAVING if is_leaving else CopyState.ARRIVING)
+        state = CopyState.LEAVING if is_leaving else CopyState.ARRIVING
+        return str(state) if self.owner else "unfinished"
 
     def _info(self, id: CheckpointId, owed: frozenset[str]) -> CheckpointInfo:
         begun = {
             listing.tier: CopyInfo(
-                state=self._incomplete(id, listing.tier) if self.owner else "unfinished",
-                bytes=listing.unfinished[id],
+                state=self._incomplete(id, listing.tier), bytes=listing.unfinished[id]
             )
             for listing in self.listings
             if id in listing.unfinished
         }
         known, seen = self.by_id.get(id), self._seen.get(id)
-        begun |= _moving(seen, CopyState.ARRIVING)
-        if known is None and seen is not None:
-            return replace(seen, copies=begun)
+        told = seen.copies.items() if seen else ()  # what moves, the trainer says itself
+        begun |= {tier: copy for tier, copy in told if copy.state == CopyState.ARRIVING}
         if known is None:
             most = max(copy.bytes for copy in begun.values())
             return CheckpointInfo(step=id.step, attempt=id.attempt, bytes=most, copies=begun)
@@ -315,8 +306,7 @@ class RunFacts:
             )
             for tier, copy in known.copies.items()
         }
-        leaving = _moving(seen, CopyState.LEAVING)
-        held |= {tier: copy for tier, copy in leaving.items() if tier in held}
+        held |= {t: copy for t, copy in told if t in held and copy.state == CopyState.LEAVING}
         line = known.commit.lineage if known.commit else None
         return CheckpointInfo(
             step=id.step,

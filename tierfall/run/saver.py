@@ -61,7 +61,7 @@ from tierfall.core.state.view import StateView
 from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import CapacityError, CaptureError, ConfigError, StepError
 from tierfall.core.types.keys import STEP_MAX, check_name
-from tierfall.core.types.text import are_texts, with_article
+from tierfall.core.types.text import list_fault, with_article
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import (
     CaptureMode,
@@ -453,8 +453,8 @@ def _read_metric(name: str, value: Any) -> Any:
 
 def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
     """Return tags as a tuple; raise ConfigError unless they are a list of valid names."""
-    if isinstance(tags, str) or not are_texts(tags):
-        raise ConfigError(f"save: tags must be a list of names, such as ['best'], not {tags!r}")
+    if fault := list_fault(tags):
+        raise ConfigError(f"save: tags {fault}")
     return tuple(check_name(tag, what="save: tags") for tag in tags)
 
 
