@@ -134,7 +134,10 @@ class LazyEvidence:
                 f"and the next optimizer step. {_REMEDY}"
             )
         if not (self._has_stepped or self._barrier.loop_waits):
-            return "no optimizer step, wait_captured() or guard() was seen since the last save"
+            return (
+                "no optimizer step was seen since the last save. If no torch optimizer updates the state, call "
+                "wait_captured() before each update, or make it within guard()"
+            )
         return None
 
     def follow_optimizers(self, view: StateView) -> StateView:

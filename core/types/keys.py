@@ -54,13 +54,13 @@ _DECIDED = re.compile(
 )
 
 
-def check_name(name: str, *, what: str) -> str:
+def check_name(name: str, *, what: str, most: int = 200) -> str:
     """Return a run, tier or tag name unchanged, or raise ConfigError."""
     if not isinstance(name, str):
         raise ConfigError(f"{what}: {name!r} is not a name; expected text")
-    if len(name) > 200 or not NAME_PATTERN.match(name):
+    if len(name) > most or not NAME_PATTERN.match(name):
         raise ConfigError(
-            f"{what}: {name!r} is not a usable name; expected at most 200 letters, digits, '.', '_' and '-', "
+            f"{what}: {name!r} is not a usable name; expected at most {most} letters, digits, '.', '_' and '-', "
             "beginning with a letter or digit"
         )
     return name
@@ -68,11 +68,7 @@ def check_name(name: str, *, what: str) -> str:
 
 def check_tag(tag: str, *, what: str) -> str:
     """Return the tag of a command unchanged, or raise ConfigError: it becomes part of the name of a file."""
-    if len(check_name(tag, what=what)) > TAG_CHARACTERS_MAX:
-        raise ConfigError(
-            f"{what}: a tag of {len(tag)} characters is too long, {TAG_CHARACTERS_MAX} at most"
-        )
-    return tag
+    return check_name(tag, what=what, most=TAG_CHARACTERS_MAX)
 
 
 def attempt_key(run: str, number: int) -> str:

@@ -84,6 +84,11 @@ def test_beside_a_trainer_watch_shows_tags_and_metrics_too(make_cli: Callable[..
         assert ("loss" in head, "tokens" in head, "#try" in row) == (True, False, True)
 
 
+def test_a_count_that_is_none_is_answered_by_the_least(cli: Cli) -> None:
+    for count in ("0", "-3", "x", "1.5"):
+        assert "expected a whole number of at least 1" in cli("ls", "--last", count, code=2).err
+
+
 def test_only_the_state_of_a_copy_has_its_colour(
     make_cli: Callable[..., Cli], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,9 +43,9 @@ def test_a_tag_is_added_and_removed_without_a_trainer(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("tag", "no/folder", "1"), "tag: 'no/folder' is not a usable name; expected at most 200 "),
+        (("tag", "no/folder", "1"), "tag: 'no/folder' is not a usable name; expected at most 128 "),
         (("untag", "", "1"), "untag: '' is not a usable name"),
-        (("tag", "x" * 129, "1"), "tag: a tag of 129 characters is too long, 128 at most"),
+        (("tag", "x" * 129, "1"), "is not a usable name; expected at most 128 "),
     ],
 )
 def test_a_bad_tag_is_refused(cli: Cli, tmp_path: Path, words: list[str], reason: str) -> None:
@@ -58,6 +58,9 @@ def test_a_bad_tag_is_refused(cli: Cli, tmp_path: Path, words: list[str], reason
 
 def test_a_step_that_is_not_there_is_not_tagged(cli: Cli) -> None:
     assert "tag: step 7 is not there" in cli("tag", "release", "1", "7", code=1).err
+    cli("tag", "good", "1")
+    assert "1@1 has no tag 'god'; its tags: good" in cli("untag", "god", "1", code=1).err
+    cli("untag", "good", "1")
     assert tags(cli) == {1: [], 2: []}
 
 

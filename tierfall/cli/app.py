@@ -4,6 +4,7 @@ does a command's work, and is imported only then, so that ``--help`` and complet
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -77,9 +78,17 @@ def _option(
     default: Any = None,
     **more: Any,
 ) -> Declared:
-    """An option with a value, which ``parse`` makes of its text."""
+    """An option with a value, which ``parse`` makes of its text; a whole number from ``min`` to ``max``."""
+    if kind is int and parse is None:
+        parse = partial(_whole_number, least=more.pop("min", 0), most=more.pop("max", 10**9))
     info = typer.Option(default, *names.split(), metavar=metavar, help=help, parser=parse, **more)
     return kind, info
+
+
+def _whole_number(text: str | int, *, least: int, most: int) -> int:
+    if not str(text).isdecimal() or not least <= int(text) <= most:
+        raise typer.BadParameter(f"{text!r}; expected a whole number of at least {least}")
+    return int(text)
 
 
 def _argument(

@@ -125,6 +125,9 @@ def _change(
     facts = RunFacts.read(settings)
     found = {c.id: c for name in steps for c in [facts.find(answer, name, doing=verb)]}
     lost, owner = commands.without_good_copy(facts.known), facts.owner
+    if kind is CommandKind.UNTAG and (bare := [c for c in found.values() if tag not in c.tags]):
+        has = ", ".join(sorted(bare[0].tags)) or "none"
+        answer.refuse(f"untag: {bare[0].id} has no tag {tag!r}; its tags: {has}")
     if kind is CommandKind.DELETE:
         _check_deletion(found, facts, answer, yes=yes, even_the_last=even_the_last)
     if owner is not None:

@@ -48,8 +48,8 @@ from tierfall.ops.commands import (
 )
 from tierfall.ops.reader import (
     RunReader,
+    Watcher,
     config_of_place,
-    find_living_status,
     find_owner_of,
     find_runs,
 )
@@ -258,8 +258,8 @@ class RunFacts:
 
     @cached_property
     def trainer(self) -> Status | None:
-        """The status of the living trainer on this machine."""
-        return None if self.owner is None else find_living_status(self.config, run=self.run)
+        """The status of the living trainer on this machine; None: there is none, or it could not be read."""
+        return Watcher(self.config, run=self.run).take_snapshot().live if self.owner else None
 
     @cached_property
     def _seen(self) -> dict[CheckpointId, CheckpointInfo]:

@@ -218,7 +218,6 @@ def ls(answer: CommandOutput, last: int | None, metrics: bool) -> None:
     settings = load_settings(answer.asked)
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
-        trainer = facts.trainer
         answer.problems += facts.problems
         known = facts.checkpoints
         shown = [*known][-(last or len(known)) :]
@@ -227,7 +226,9 @@ def ls(answer: CommandOutput, last: int | None, metrics: bool) -> None:
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, facts, listing) for listing in facts.listings],
             "checkpoints": [members(known[id]) for id in shown if id in facts.by_id],
-            **members((trainer or facts).statistics, "loss_bound", "peer_survival", "run_ettr"),
+            **members(
+                (facts.trainer or facts).statistics, "loss_bound", "peer_survival", "run_ettr"
+            ),
         }
         if shown:
             all_names = sorted({m for one in known.values() for m in one.metrics})
@@ -242,7 +243,7 @@ def ls(answer: CommandOutput, last: int | None, metrics: bool) -> None:
         if older := len(known) - len(shown):
             steps = counted(older, "older step is", "older steps are")
             answer.show(f"{steps} not shown (--last {last})")
-        answer.show(*_summary(facts, settings, trainer))
+        answer.show(*_summary(facts, settings))
 
 
 def show(answer: CommandOutput, steps: list[StepName]) -> None:
@@ -312,8 +313,8 @@ def _tier_members(reader: RunReader, facts: RunFacts, listing: Listing) -> dict[
 # For people ------------------------------------------------------------------------------------------
 
 
-def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Iterable[str]:
-    count = len(facts.known)
+def _summary(facts: RunFacts, settings: Config) -> Iterable[str]:
+    count, trainer = len(facts.known), facts.trainer
     what = counted(count, "checkpoint", "checkpoints")
     if not count:
         where = f"on the tiers or in host memory{of_this_user(settings)}"
@@ -374,7 +375,7 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint, info: CheckpointInfo) ->
     if commit is not None:
         start = commit.lineage.started_from
         begun = "started from nothing" if start is None else f"continued from {start}"
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.wall_time_s))
+        at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(commit.wall_time_s))
         age = format_duration(round(max(0.0, facts.wall_time_s - commit.wall_time_s)))
         ranks = counted(commit.world_size, "rank", "ranks")
         told |= {

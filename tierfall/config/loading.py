@@ -245,7 +245,7 @@ def _read_text(path: Path) -> str:
             ) from error
         seen_from = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
         raise ConfigError(
-            f"{path}: there is no such file{seen_from}; expected the path of a YAML file, or a dict"
+            f"{path}: there is no such file{seen_from}; expected the path of a YAML file; 'tierfall init' writes one"
         ) from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path}: is a folder; expected a YAML file") from error

@@ -646,11 +646,6 @@ class RunSnapshot:
         return next((slot.owner for slot in self.slots if slot.owner is not None), None)
 
 
-def find_living_status(config: Config, *, run: str) -> Status | None:
-    """Return the status of a living trainer on this node; None where there is none, or it could not be read."""
-    return Watcher(config, run=run).take_snapshot().live
-
-
 class Watcher:
     """Takes snapshots of a run's processes."""
 

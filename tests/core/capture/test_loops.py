@@ -24,7 +24,10 @@ from tierfall.core.types.errors import CaptureError
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
-NOT_SEEN = "no optimizer step, wait_captured() or guard() was seen since the last save"
+NOT_SEEN = (
+    "no optimizer step was seen since the last save. If no torch optimizer updates the state, call wait_captured() "
+    "before each update, or make it within guard()"
+)
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
