@@ -311,6 +311,9 @@ class Tensors(Mapping[str, torch.Tensor]):
         self.opened, self.step, self.attempt = opened, opened.id.step, opened.id.attempt
         self._names = [n for n, node in opened.leaves.items() if isinstance(node, TENSORS)]
 
+    def __repr__(self) -> str:
+        return f"<Tensors of checkpoint {self.opened.id}: {len(self)} tensors>"
+
     @property
     def sources(self) -> dict[str, int]:
         """The bytes that were read so far, by tier; those from the cache as ``cache``."""

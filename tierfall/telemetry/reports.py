@@ -113,16 +113,17 @@ class CheckpointInfo:
     def __repr__(self) -> str:
         """One line."""
         complete = (CopyState.COMMITTED, CopyState.SEALED)
+        owed = [tier for tier in self.owed if tier not in self.copies]  # else it arrives
         copies = [
             tier if copy.state in complete else f"{tier} ({copy.state})"
             for tier, copy in self.copies.items()
         ]
         parts = [
             f"{format_size(self.bytes)} on {', '.join(copies) or 'no tier'}",
-            f"owed to {', '.join(self.owed)}" if self.owed else "",
+            f"owed to {', '.join(owed)}" if owed else "",
             f"set aside on {', '.join(self.set_aside)}" if self.set_aside else "",
             *self.remarks,
-            *(f"{name} {value:g}" for name, value in self.metrics.items()),
+            *(f"{name} {value:.4g}" for name, value in self.metrics.items()),
         ]
         return f"<step {self.step} (attempt {self.attempt}): {'; '.join(filter(None, parts))}>"
 
