@@ -519,8 +519,8 @@ class FileTierConfig(StoredTierConfig):
     path: fields.Folder = Field(examples=["./checkpoints"])
     """The folder."""
     keep_free: fields.Free | None = Field(default=None, examples=["10%", "50GiB"])
-    """How much of its disk is to stay free, others' files included: for a copy that would take of it, older ones are
-    deleted first, as `evict` says. Absent: once a write has found the disk full."""
+    """The part of its disk that is to stay free, whoever fills the rest. If a copy would take some of it, older copies
+    are deleted first, as `evict` says. Absent: only once a write finds the disk full."""
 
     @property
     def folder(self) -> Path:
