@@ -81,7 +81,7 @@ def test_an_error_about_damage_names_what_can_be_restored_instead(
         flip(image(tmp_path / tier, 3), 66_000)
     with tierfall.open(config) as ckpt:
         with pytest.raises(
-            RestoreError, match=r"near, far: .* 2@1, 1@1: name one by step="
+            RestoreError, match=r"near, far: .* 2@1, 1@1. Name one by step="
         ) as named:
             ckpt.restore(blank(), step=3)
         assert "tierfall verify" in str(named.value)

@@ -60,14 +60,14 @@ FOLDERS = (
 """A folder imports those before it. ``import tierfall`` itself is left to the demo and the command line."""
 
 LINES = {
-    ("core/types",): 2_064,
+    ("core/types",): 2_062,
     ("core/format",): 1_355,
-    ("core/state", "core/tensors"): 3_739,
+    ("core/state", "core/tensors"): 3_737,
     ("core/image",): 2_552,
     ("core/runtime",): 2_134,
     ("core/ranks",): 2_207,
     ("core/capture", "core/sampling"): 3_964,
-    ("core/restore", "core/load", "core/copies"): 7_468,
+    ("core/restore", "core/load", "core/copies"): 7_462,
     ("core/compression",): 360,
     ("core/flush",): 7_275,
     ("policies",): 2_259,
@@ -77,12 +77,12 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_080,
     ("tierfall/ops",): 4_416,
     ("tierfall/telemetry",): 1_948,
-    ("tierfall/cli",): 4_372,
+    ("tierfall/cli",): 4_353,
     ("tierfall/integrations",): 2_933,
     ("tierfall/imports", "tierfall/export"): 2_753,
     ("tierfall/plan",): 1_692,
     ("tierfall/demo",): 620,
-    ("tierfall", "core"): 448,
+    ("tierfall", "core"): 444,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 

@@ -232,7 +232,7 @@ def _at_pointer(path: Path, pointer: Pointer, request: RestoreRequest, read: Cal
     except RestoreError as error:
         raise RestoreError(
             f"{request.operation}: {path} points to checkpoint {pointer.checkpoint} of run {pointer.run!r}: "
-            + _without_call(error, request)
+            + re.sub(f"^{request.operation}(: | of )", "", str(error))
         ) from error
 
 
@@ -296,17 +296,13 @@ def _at_place(
         return read(place.settings(), request, place.shard or SHARD)
     except RestoreError as error:
         prefix = f"{request.operation}: "
-        text = f"{prefix}{path}: {_without_call(error, request)}"
+        said = re.sub(f"^{request.operation}(: | of )", "", str(error))
+        text = f"{prefix}{path}: {said}"
         lost = isinstance(error.__cause__, UnreachableError)
         elsewhere = None if lost else place.advice_if_moved()
         if elsewhere is not None:
             text = f"{text}; {elsewhere}" if place.checkpoint else f"{prefix}{elsewhere}"
         raise RestoreError(text) from error
-
-
-def _without_call(error: RestoreError, request: RestoreRequest) -> str:
-    """Return an error's text without the name of the call that it begins with."""
-    return re.sub(rf"\A{request.operation}(: | of )", "", str(error))
 
 
 def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path | str) -> RestoreRequest:

@@ -67,11 +67,11 @@ class ReadTally:
     """The bytes that a restore has read, by tier; those received from other ranks, by tier and rank; and the skipped
     sources.
 
-    It is shared by the reading threads. ``others`` are the newest steps that the request does not name, and that have
-    a copy without known damage. ``found_damage`` is called once for each copy that does not match its digests
-    or is missing, by any of these threads. ``found_unread`` is called for each checkpoint that could not be read, and
-    was not restored for that: no rule may delete it. ``on_planned`` is called with the bytes that are to be read from
-    then on, ``on_bytes`` with those of each chunk once its targets are filled.
+    It is shared by the reading threads. ``others`` are the newest four steps that the request does not name and that
+    have a copy without known damage. ``found_damage`` is called once for each copy that does not match its digests or
+    is missing, by any of these threads. ``found_unread`` is called for each checkpoint that could not be read, and was
+    not restored for that: no rule may delete it. ``on_planned`` is called with the bytes that are to be read from then
+    on, ``on_bytes`` with those of each chunk once its targets are filled.
     """
 
     bytes: dict[str, int] = field(default_factory=dict)
@@ -173,9 +173,8 @@ class ChunkReader:
         if all(isinstance(failure, KeyNotFoundError) for failure in failures) and self._is_gone():
             raise IntegrityError(f"{id} was deleted while it was read: no copy is left")
         tiers: dict[str, list[str]] = {}
-        for image, failure in zip(self.images, failures, strict=True):
-            why = str(failure).removeprefix(f"{image.tier}: ")
-            tiers.setdefault(why, []).append(image.tier)
+        for tier, failure in zip((image.tier for image in self.images), failures, strict=True):
+            tiers.setdefault(str(failure).removeprefix(f"{tier}: "), []).append(tier)
         raise IntegrityError(
             f"chunk {index} is damaged in every copy that was read: "
             + "; ".join(f"{', '.join(those)}: {why}" for why, those in tiers.items())

@@ -18,8 +18,6 @@ from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
-OTHERS_MAX = 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
@@ -59,7 +57,7 @@ def list_fitting(
     known = [c for c in there if _fits(c, request)]
     live = [c for c in there if not c.deleted and not c.abandoned and c.id.step != request.step]
     good = [c.id for c in live if any(copy.damage is None for copy in c.copies.values())]
-    tally.others = tuple(good[:OTHERS_MAX])
+    tally.others = tuple(good[:4])
     candidates = [c for c in known if not _why_not(c, request)]
     if not candidates:
         for checkpoint in known:  # why these are no candidates is part of the error

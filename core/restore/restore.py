@@ -256,12 +256,9 @@ class Progress:
 
     def _instead(self) -> str:
         """Return what can be restored in place of the step that was named."""
-        others = format_some([str(id) for id in self.tally.others])
-        text = (
-            f"Without known damage: {others}: name one by step=, or leave step out for the newest"
-        )
-        if not others:
-            text = "No other step is there without damage: bring a copy back from a backup"
+        text = "No other step is there without damage: bring a copy back from a backup"
+        if others := ", ".join(map(str, self.tally.others)):
+            text = f"Without known damage: {others}. Name one by step=, or leave step out"
         if self.request.tier is not None:
             text = (
                 f"Only tier {self.request.tier} was read: leave tier out to read the others. {text}"

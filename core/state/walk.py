@@ -39,7 +39,7 @@ from tierfall.core.tensors.dtensor import (
 )
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.value_codec import Coded
-from tierfall.core.types.errors import CaptureError, TierfallError
+from tierfall.core.types.errors import CaptureError, RestoreError
 from tierfall.core.types.text import with_article
 from tierfall.core.types.values import Changes
 
@@ -67,12 +67,10 @@ _ADVICE_BY_KIND = {
 }
 
 
-def check_state(
-    state: object, *, doing: str = "save", error: type[TierfallError] = CaptureError
-) -> None:
-    """Raise the error unless a state is a mapping."""
+def check_state(state: object, doing: str = "save") -> None:
+    """Raise CaptureError, or RestoreError in a restore, unless a state is a mapping."""
     if not isinstance(state, Mapping):
-        raise error(
+        raise (RestoreError if doing == "restore" else CaptureError)(
             f"{doing}: state is {with_article(type(state).__name__)}; expected a mapping of names to objects, such as "
             '{"model": model}'
         )

@@ -128,10 +128,8 @@ def to_json(value: Any) -> Any:
 
 def list_fault(values: object) -> str | None:
     """Describe why values are no list of names; None if they are. An iterator is none: reading it would empty it."""
-    match values:
-        case Collection() if not isinstance(values, str) and all(
-            isinstance(x, str) for x in values
-        ):
-            return None
+    are_texts = isinstance(values, Collection) and all(isinstance(x, str) for x in values)
+    if are_texts and not isinstance(values, str):
+        return None
     shown = values if isinstance(values, str) and values else "model"
     return f"must be a list of names, such as [{shown!r}], not {values!r:.80}"

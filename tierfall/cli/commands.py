@@ -126,8 +126,9 @@ def _change(
     found = {c.id: c for name in steps for c in [facts.find(answer, name, doing=verb)]}
     lost, owner = commands.without_good_copy(facts.known), facts.owner
     if kind is CommandKind.UNTAG and (bare := [c for c in found.values() if tag not in c.tags]):
-        has = ", ".join(sorted(bare[0].tags)) or "none"
-        answer.refuse(f"untag: {bare[0].id} has no tag {tag!r}; its tags: {has}")
+        answer.refuse(
+            f"untag: {bare[0].id} has no tag {tag!r}, but {sorted(bare[0].tags) or 'none'}"
+        )
     if kind is CommandKind.DELETE:
         _check_deletion(found, facts, answer, yes=yes, even_the_last=even_the_last)
     if owner is not None:
@@ -595,13 +596,7 @@ def _answer_verify(
     if repairs is not None:
         answer.document["repairs"] = [members(r) | {"file": r.file or None} for r in repairs]
     rows = [
-        (
-            str(copy.id),
-            copy.tier,
-            str(copy.chunks),
-            format_size(copy.bytes),
-            as_state(_verdict(copy)),
-        )
+        (str(copy.id), copy.tier, str(copy.chunks), format_size(copy.bytes), _verdict(copy))
         for copy in sorted(report.copies, key=lambda c: c.id)
     ]
     if rows:
@@ -629,7 +624,7 @@ def _verdict(copy: CheckedCopy) -> str:
     if copy.gone:
         return "deleted meanwhile"
     if any(not damage.newer for damage in copy.damage):
-        return "DAMAGED"
+        return as_state("DAMAGED")
     if copy.damage:
         return "could not be checked"
     return "good" if copy.error is None else "could not be read"

@@ -46,13 +46,7 @@ from tierfall.ops.commands import (
     view_of,
     without_good_copy,
 )
-from tierfall.ops.reader import (
-    RunReader,
-    Watcher,
-    config_of_place,
-    find_owner_of,
-    find_runs,
-)
+from tierfall.ops.reader import RunReader, Watcher, config_of_place, find_owner_of, find_runs
 from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.policies.retention import plan_retention
 from tierfall.setup.places import run_folder, seen_by_one
@@ -286,14 +280,13 @@ class RunFacts:
 
     def _info(self, id: CheckpointId, owed: frozenset[str]) -> CheckpointInfo:
         begun = {
-            listing.tier: CopyInfo(
-                state=self._incomplete(id, listing.tier), bytes=listing.unfinished[id]
-            )
-            for listing in self.listings
-            if id in listing.unfinished
+            each.tier: CopyInfo(state=self._incomplete(id, each.tier), bytes=each.unfinished[id])
+            for each in self.listings
+            if id in each.unfinished
         }
         known, seen = self.by_id.get(id), self._seen.get(id)
         told = seen.copies.items() if seen else ()  # what moves, the trainer says itself
+        aside = seen.set_aside if seen else {}
         begun |= {tier: copy for tier, copy in told if copy.state == CopyState.ARRIVING}
         if known is None:
             most = max(copy.bytes for copy in begun.values())
@@ -322,8 +315,8 @@ class RunFacts:
             metrics=known.metrics,
             not_finite=tuple(sorted(known.not_finite)),
             copies=begun | held,
-            owed=tuple(tier.name for tier in self.view.tiers if tier.name in owed),
-            set_aside=seen.set_aside if seen else {},
+            owed=tuple(tier.name for tier in self.view.tiers if tier.name in owed - aside.keys()),
+            set_aside=aside,
         )
 
     def decision(self, tier: str, id: CheckpointId) -> Decision:

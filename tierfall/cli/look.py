@@ -219,16 +219,14 @@ def ls(answer: CommandOutput, last: int | None, metrics: bool) -> None:
     with RunReader(settings) as reader:
         facts = RunFacts(reader)
         answer.problems += facts.problems
-        known = facts.checkpoints
+        known, told = facts.checkpoints, facts.trainer or facts
         shown = [*known][-(last or len(known)) :]
         answer.document = {
             "run": settings.run,
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, facts, listing) for listing in facts.listings],
             "checkpoints": [members(known[id]) for id in shown if id in facts.by_id],
-            **members(
-                (facts.trainer or facts).statistics, "loss_bound", "peer_survival", "run_ettr"
-            ),
+            **members(told.statistics, "loss_bound", "peer_survival", "run_ettr"),
         }
         if shown:
             all_names = sorted({m for one in known.values() for m in one.metrics})
@@ -350,13 +348,8 @@ def _in_full(
     yield ""
     decisions = [facts.decision(tier, checkpoint.id) for tier in checkpoint.copies]
     copies = [
-        (
-            tier,
-            as_state(info.on(tier)),
-            format_size(copy.bytes),
-            f"{decided.verdict}: {decided.reason}",
-        )
-        for (tier, copy), decided in zip(checkpoint.copies.items(), decisions, strict=True)
+        (tier, as_state(info.on(tier)), format_size(copy.bytes), f"{d.verdict}: {d.reason}")
+        for (tier, copy), d in zip(checkpoint.copies.items(), decisions, strict=True)
     ]
     yield table(("COPY", "STATE", "SIZE", "RETENTION"), copies, ("SIZE",))
     for manifest in manifests:

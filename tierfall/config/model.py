@@ -435,8 +435,8 @@ class HostTierConfig(_Tier):
     kind: Literal[TierKind.HOST] = Field(examples=["host"])
     """Memory of the host. There is exactly one such tier."""
     capacity_bytes: fields.Size | None = Field(default=None, examples=["16GiB"])
-    """How much to take, per rank. Absent: two images (three with a `peer` tier), and one more if saves wait and there
-    is room; the ranks of a node together at most three quarters of the free memory, with a `peer` tier half of it."""
+    """How much each rank takes. Absent: two images (three with a `peer` tier), and one more if saves wait and there is
+    room. All ranks of a node take at most three quarters of its free memory, with a `peer` tier half."""
     when_full: WhenFull = Field(default=WhenFull.WAIT, examples=["supersede"])
     """What a save does if there is no room. `wait`: it waits, up to `max_wait`, and is skipped then. `skip`: it is
     skipped at once. `supersede`: it takes the room of the oldest image that no stored tier has or is copying."""

@@ -36,7 +36,7 @@ from tierfall.core.runtime.public_calls import public_call, public_class
 from tierfall.core.state.item import resize_rules
 from tierfall.core.state.walk import check_state
 from tierfall.core.types import keys
-from tierfall.core.types.errors import ConfigError, RestoreError
+from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision
@@ -195,7 +195,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         self._opened.check_usable()
-        check_state(state, doing="restore", error=RestoreError)
+        check_state(state, "restore")
         request = self._opened.restore_request(step, attempt, tier, unreachable)
         choices = Choices(
             only=only,
