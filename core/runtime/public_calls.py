@@ -56,8 +56,7 @@ def _call_around(frame: FrameType | None) -> FrameType | None:
 
 
 def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P, T]:
-    """Make a function a public call; ``alone``: it is refused within another one of its thread. What is no flag is not
-    taken for one, and arguments that it does not have are answered by those that it has."""
+    """Make a function a public call; ``alone``: it is refused within another one of its thread."""
     name = function.__name__.strip("_")
     signature = inspect.signature(function)
     flags = {p.name for p in signature.parameters.values() if isinstance(p.default, bool)}

@@ -126,9 +126,8 @@ def _change(
     found = {c.id: c for name in steps for c in [facts.find(answer, name, doing=verb)]}
     lost, owner = commands.without_good_copy(facts.known), facts.owner
     if kind is CommandKind.UNTAG and (bare := [c for c in found.values() if tag not in c.tags]):
-        answer.refuse(
-            f"untag: {bare[0].id} has no tag {tag!r}, but {sorted(bare[0].tags) or 'none'}"
-        )
+        has = ", ".join(sorted(bare[0].tags)) or "none"
+        answer.refuse(f"untag: {bare[0].id} has no tag {tag!r}; its tags: {has}")
     if kind is CommandKind.DELETE:
         _check_deletion(found, facts, answer, yes=yes, even_the_last=even_the_last)
     if owner is not None:
