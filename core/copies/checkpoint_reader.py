@@ -211,9 +211,10 @@ class CheckpointReader:
         chunks: Sequence[tuple[int, int]],
         *,
         threads_max: int = 0,
+        order: Iterable[tuple[int, int]] | None = None,
     ) -> None:
-        """Fill from ``chunks``, as ``read_fills`` does; on up to ``threads_max`` threads, if they wait for other
-        ranks."""
+        """Fill from ``chunks``, as ``read_fills`` does; on up to ``threads_max`` threads, in that ``order``, if they
+        wait for other ranks."""
         if not chunks:
             return
         largest = max(part.reader.manifest.chunk_bytes for part in parts.values())
@@ -233,7 +234,8 @@ class CheckpointReader:
             threads = max(1, min(threads_max, ring.count, 2 * BUFFER_BYTES // largest))
         ranges = (parts[key].reader.manifest.chunk_range(index) for key, index in chunks)
         self.tally.on_planned(sum(end - start for start, end in ranges))
-        read_fills(parts, chunks, threads, ring.pool, ring.streams, self.tally.on_bytes)
+        order = chunks if order is None else order
+        read_fills(parts, order, threads, ring.pool, ring.streams, self.tally.on_bytes)
 
     def close(self) -> None:
         """End the reading of this checkpoint, on which all ranks have agreed."""

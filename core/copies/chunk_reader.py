@@ -228,7 +228,7 @@ class ImageFills(NamedTuple):
 
 def read_fills(
     parts: Mapping[int, ImageFills],
-    chunks: Sequence[tuple[int, int]],
+    chunks: Iterable[tuple[int, int]],
     threads: int,
     pool: BufferPool,
     streams: Streams,
@@ -244,8 +244,8 @@ def read_fills(
     every = [fill for part in parts.values() for fill in part.fills]
     copies = DeviceCopies(every, pool, streams)
 
-    def read(number: int) -> None:
-        key, index = chunks[number]
+    def read(chunk: tuple[int, int]) -> None:
+        key, index = chunk
         reader = parts[key].reader
         low, high = reader.manifest.chunk_range(index)
         with pool.lend(high - low) as buffer:
@@ -253,7 +253,7 @@ def read_fills(
         on_bytes(high - low)
 
     try:
-        run_in_threads(threads, read, range(len(chunks)))
+        run_in_threads(threads, read, chunks)
     finally:
         copies.finish()
 

@@ -40,10 +40,9 @@ class RankGroup(Message):
 
 
 class AssignedChunk(NamedTuple):
-    """A chunk that is the ``number``-th that its ``owner`` reads; needed by the groups of these numbers."""
+    """A chunk that its ``owner`` reads for the groups of these numbers."""
 
     owner: int
-    number: int
     groups: tuple[int, ...]
 
 
@@ -139,7 +138,7 @@ class _Owners:
             now = self._count.get(rank, 0)
             if count == now:
                 self._count[rank] = now + 1
-                return AssignedChunk(rank, now, needing)
+                return AssignedChunk(rank, needing)
             heapq.heapreplace(queue, (now, rank))
 
 
@@ -223,18 +222,12 @@ def needing_on_node(
     ]
 
 
-def pull_order(
-    chunks: Iterable[Chunk], items: Mapping[Chunk, AssignedChunk], topology: Topology
-) -> list[Chunk]:
-    """Return the order in which a rank takes chunks, the same on all ranks of a node: first what each owner reads
-    first, then what each reads second; of these what this node reads, what the node before it reads, and so on, as they
-    arrive."""
-
-    def place(chunk: Chunk) -> tuple[int, int, int]:
-        item = items.get(chunk)
-        if item is None:
-            return (0, 0, 0)
-        hops = (topology.node - topology.node_of[item.owner]) % len(topology.nodes)
-        return (item.number, hops, item.owner)
-
-    return sorted(chunks, key=place)
+def sender_of(
+    chunk: Chunk, item: AssignedChunk, groups: Sequence[RankGroup], topology: Topology
+) -> int:
+    """Return the rank that this one gets a chunk from: its owner, which may be this rank, on the same node; else the
+    relay of this node, or if this rank is that, the relay of a node before."""
+    if item.owner in topology.local_ranks:
+        return item.owner
+    relay = relay_of(chunk, needing_on_node(item, groups, topology, topology.node))
+    return relay if relay != topology.rank else previous_of(chunk, item, groups, topology)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import numpy as np
@@ -50,10 +51,11 @@ from tierfall.core.restore.pulls import (
     LoadedChunk,
     NothingCameError,
     PullNetwork,
+    check_interrupt,
     wait_for,
 )
 from tierfall.core.runtime.buffers import allocate, is_being_filled
-from tierfall.core.runtime.threads import run_in_threads
+from tierfall.core.runtime.threads import WAKE_S, is_stopped, run_in_threads
 from tierfall.core.types.errors import (
     CapacityError,
     IntegrityError,
@@ -124,14 +126,66 @@ class PulledReader(CheckpointReader):
         self._groups = self._agree(step).groups
         self._items = assign.assign(self._groups, self._holders)
         self.touched = True
-        if self._groups:
-            ahead = threading.Thread(target=self._read_ahead, args=(self._expect(),), daemon=True)
-            with suppress(RuntimeError):  # at the limit of threads: chunks are read when asked for
-                ahead.start()
         parts = {image: self.part(image, those) for image, those in fills.items()}
-        wanted = ((image, index) for image, indexes in needs.items() for index in indexes)
-        order = assign.pull_order(wanted, self._items, self.ranks.topology)
-        self.read(parts, order, threads_max=2 * READ_THREADS if self._groups else 0)
+        wanted = [(image, index) for image, indexes in needs.items() for index in indexes]
+        if not self._groups:
+            self.read(parts, wanted)
+            return
+        try:
+            ahead = threading.Thread(target=self._read_ahead, args=(self._expect(),), daemon=True)
+            ahead.start()
+        except RuntimeError:  # at the limit of threads: chunks are read when asked for
+            self._pool.close()
+        try:
+            order = self._as_they_arrive(wanted)
+            self.read(parts, wanted, threads_max=2 * READ_THREADS, order=order)
+        except BaseException:
+            self._pool.close()  # others still get what they ask for
+            raise
+
+    def _as_they_arrive(self, wanted: Sequence[Chunk]) -> Iterator[Chunk]:
+        """Yield what this rank takes, each chunk once: those that ranks announce, as they are there; meanwhile those
+        that it reads for itself alone. So no thread waits for a chunk while another one is there."""
+        network, here = self._network, SimpleQueue[Iterable[Chunk]]()
+        assert network is not None
+        by_sender: dict[int | None, list[Chunk]] = {}
+        for chunk in wanted:
+            by_sender.setdefault(self._sender_of(chunk), []).append(chunk)
+        alone = deque(by_sender.pop(None, ()))
+
+        def follow(sender: int, chunks: Sequence[Chunk]) -> None:
+            unsaid = set(chunks)
+            try:
+                for new in network.arrivals(sender):
+                    here.put(new)
+                    unsaid.difference_update(new)
+                    if not unsaid:
+                        return
+            finally:
+                here.put(unsaid)  # each is asked for
+
+        for each in by_sender.items():
+            try:
+                threading.Thread(target=follow, args=each, daemon=True).start()
+            except RuntimeError:  # at the limit of threads
+                here.put(each[1])
+        left = set(wanted)
+        while left and not is_stopped():
+            new: Iterable[Chunk] = ()
+            try:
+                new = [alone.popleft()] if alone and here.empty() else here.get(timeout=WAKE_S)
+            except Empty:
+                check_interrupt()
+            for chunk in left.intersection(new):
+                left.remove(chunk)
+                yield chunk
+
+    def _sender_of(self, chunk: Chunk) -> int | None:
+        """Return the rank that announces a chunk to this one; None if this rank reads it for itself alone."""
+        item = self._items.get(chunk)
+        if item is None or self.reads_alone(chunk, item.owner):
+            return None
+        return assign.sender_of(chunk, item, self._groups, self.ranks.topology)
 
     def close(self) -> None:
         CheckpointReader.close(self)
@@ -155,7 +209,7 @@ class PulledReader(CheckpointReader):
             interface=self.interface,
             silence_s=self._silence_s,
             provide=self._provide,
-            taken=self._pool.taken,
+            pool=self._pool,
         )
         address = self._network.address
         met = self._agree(CandidateStep(id=self.checkpoint.id, seen=self._seen(), address=address))
@@ -184,13 +238,13 @@ class PulledReader(CheckpointReader):
     def _expect(self) -> list[Chunk]:
         """Have the pool keep each chunk that other ranks get from this one until they have it; return those that this
         rank reads, in their order."""
-        topology, mine = self.ranks.topology, []
+        topology, expected = self.ranks.topology, {}
         for chunk, item in self._items.items():
             takers = assign.takers_of(chunk, item, self._groups, topology)
             if takers - {topology.rank}:
-                self._pool.expect((chunk, item.owner), takers)
-                mine += [chunk] if item.owner == topology.rank else []
-        return mine
+                expected[chunk, item.owner] = takers
+        self._pool.expect(expected)
+        return [chunk for chunk, owner in expected if owner == topology.rank]
 
     def _read_ahead(self, chunks: Sequence[Chunk]) -> None:
         """Read what others will ask for, as far as the pool has room."""
@@ -202,6 +256,7 @@ class PulledReader(CheckpointReader):
             if not self._pool.wait_for_room(size):
                 return
             reading.append(self._provide(chunk, self._rank, ""))
+        futures.wait(reading)
 
     def _provide(self, chunk: Chunk, source: int, digest: str) -> futures.Future[LoadedChunk]:
         """Return a chunk that other ranks ask for: this rank reads it, or pulls it from the rank that does."""

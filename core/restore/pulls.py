@@ -2,7 +2,8 @@
 
 A pull names the image, the chunk with its digest, and its *source*: the rank that reads it from its tiers; its
 connection is of one checkpoint of one attempt. Whoever is asked loads the chunk once, keeps it in a bounded pool until
-all ranks that were assigned it have taken it, and says every second that it still loads. Within a node no port is
+all ranks that were assigned it have taken it, and says every second that it still loads. It announces to those ranks
+what it has for them: they ask for what is there, in the order in which it arrives. Within a node no port is
 opened, and a chunk is handed over as a file in memory. A pull from which nothing comes is an error like that of a tier
 that does not answer.
 """
@@ -17,7 +18,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -51,6 +52,8 @@ ALIVE_S = 1.0
 CLOSE_S = 1.0
 GONE: Chunk = (-2, 0)
 """In place of a chunk: rank 0 is told that a rank is gone."""
+ARRIVALS: Chunk = (-3, 0)
+"""In place of a chunk: the rank tells this one of each chunk that it has for it, as it comes."""
 
 
 class NothingCameError(UnreachableError):
@@ -127,14 +130,15 @@ class ChunkPool:
         self._patience_s: float = patience_s
         self._changed = threading.Condition()
         self._chunks: OrderedDict[Key, futures.Future[LoadedChunk]] = OrderedDict()
-        self._expected: dict[Key, frozenset[int]] = {}
+        self._expected: Mapping[Key, frozenset[int]] = {}
         self._taken: dict[Key, set[int]] = {}
         self._taken_s = 0.0
+        self._arrived: list[Key] = []
         self._closed = False
 
-    def expect(self, key: Key, ranks: frozenset[int]) -> None:
-        """Keep a chunk until ``ranks`` have taken it; some of them may have done so already."""
-        self._expected[key] = ranks
+    def expect(self, takers: Mapping[Key, frozenset[int]]) -> None:
+        """Keep each of these chunks until its takers have it; some of them may have taken it already."""
+        self._expected = takers
 
     def expected(self, key: Key) -> frozenset[int]:
         """Return the ranks that are expected to take a chunk, or were."""
@@ -148,7 +152,7 @@ class ChunkPool:
                 self._chunks.move_to_end(key)
                 return found
             future = self._chunks[key] = futures.Future()
-        run = partial(self._run, future, load)
+        run = partial(self._run, key, future, load)
         try:
             threading.Thread(target=run, name="tierfall-pulls-load", daemon=True).start()
         except RuntimeError:  # at the limit of threads
@@ -176,18 +180,33 @@ class ChunkPool:
                 self._changed.wait(ALIVE_S)
             return not self._closed
 
+    def arrivals(self, rank: int) -> Iterator[list[Chunk]]:
+        """Yield the chunks that ``rank`` is expected to take, as they are loaded, or could not be; none, every second.
+        This ends once chunks are loaded only if they are asked for."""
+        at = 0
+        while not self._closed:
+            with self._changed:
+                if len(self._arrived) == at or not self._expected:
+                    self._changed.wait(ALIVE_S)
+                new = self._arrived[at:] if self._expected else []
+            at += len(new)
+            yield [key[0] for key in new if rank in self.expected(key)]
+
     def close(self) -> None:
+        """Load nothing any more before it is asked for."""
         with self._changed:
             self._closed = True
             self._chunks.clear()
             self._changed.notify_all()
 
-    def _run(self, future: futures.Future[LoadedChunk], load: Load) -> None:
+    def _run(self, key: Key, future: futures.Future[LoadedChunk], load: Load) -> None:
         try:
             future.set_result(load())
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the chunk
             future.set_exception(error)
         with self._changed:
+            self._arrived.append(key)
+            self._changed.notify_all()
             while len(kept := self._kept()) > POOL_CHUNKS_MIN and sum(kept.values()) > POOL_BYTES:
                 del self._chunks[next(iter(kept))]
 
@@ -228,8 +247,8 @@ class PullNetwork:
     that once did not answer is not asked again: it is in ``silent``.
 
     With several nodes it listens on a port, on the network that ``interface`` names; with several ranks on this node,
-    by a name on the node. ``provide`` returns the chunk that another rank asks for, by its source; ``taken`` is called
-    once that rank has it. A rank may say nothing for ``silence_s``.
+    by a name on the node. ``provide`` returns the chunk that another rank asks for, by its source; ``pool`` keeps them.
+    A rank may say nothing for ``silence_s``.
     """
 
     def __init__(
@@ -241,12 +260,12 @@ class PullNetwork:
         interface: str | None,
         silence_s: float,
         provide: Callable[[Chunk, int, str], futures.Future[LoadedChunk]],
-        taken: Callable[[Key, int], None],
+        pool: ChunkPool,
     ) -> None:
         self.address = RankAddress()
         self.silent: set[int] = set()
         self._topology, self._secret, self._checkpoint = topology, secret, checkpoint
-        self._silence_s, self._provide, self._taken = silence_s, provide, taken
+        self._silence_s, self._provide, self._pool = silence_s, provide, pool
         self._name = secrets.token_hex(8)
         self._met = threading.Event()
         self._addresses: Sequence[RankAddress] = ()
@@ -325,6 +344,10 @@ class PullNetwork:
                 if chunk == GONE:
                     self._lost_s = self._lost_s or time.monotonic()
                     raise UnreachableError("it is noted")
+                if chunk == ARRIVALS:
+                    for here in self._pool.arrivals(int(sender)):
+                        connection.send({"chunks": here})
+                    raise UnreachableError("no more is loaded before it is asked for")
                 loaded = self._load(connection, chunk, source, head)
             except WireError:
                 raise
@@ -337,7 +360,7 @@ class PullNetwork:
                 connection.send_file(answer, loaded.memory.file)
             else:
                 connection.send(answer, loaded.view)
-            self._taken((chunk, source), int(sender))
+            self._pool.taken((chunk, source), int(sender))
 
     def _load(self, connection: Connection, chunk: Chunk, source: int, head: Head) -> LoadedChunk:
         future = self._provide(chunk, source, str(head["digest"]))
@@ -379,11 +402,33 @@ class PullNetwork:
         tier, first = int(answer["tier"]), int(answer["first"])
         return LoadedChunk(view=view, tier=tier, digest=digest, first=first, memory=memory)
 
+    def arrivals(self, hop: int) -> Iterator[Iterable[Chunk]]:
+        """Yield the chunks that a rank, or this one, has for this one, as they come to it. This ends if it says no
+        more."""
+        if hop == self._topology.rank:
+            yield from self._pool.arrivals(hop)
+            return
+        connection: Connection | None = None
+        try:
+            connection = self._take(hop)
+            answer, _ = self._ask(connection, ARRIVALS, hop, "")
+            while "error" not in answer and hop not in self.silent:
+                yield [(int(image), int(index)) for image, index in answer["chunks"]]
+                answer, _ = self._answer(connection)
+        except (OSError, UnreachableError, ValueError, KeyError, TypeError) as error:
+            self._note_silent(hop, error)
+        finally:
+            if connection is not None:
+                connection.close()
+
     def _ask(
         self, connection: Connection, chunk: Chunk, source: int, digest: str
     ) -> tuple[Head, int]:
         image, index = chunk
         connection.send({"image": image, "chunk": index, "digest": digest, "source": source})
+        return self._answer(connection)
+
+    def _answer(self, connection: Connection) -> tuple[Head, int]:
         while True:
             until_s = time.monotonic() + self._silence_s
             while not connection.is_readable(WAKE_S):

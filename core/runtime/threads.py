@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from tierfall.core.runtime.conditions import Conditions
 
@@ -34,14 +34,20 @@ def interrupt_of_thread() -> threading.Event | None:
     return getattr(_interrupts, "event", None)
 
 
-def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-    """Do something for each number, begun in their order, on so many threads; once it fails, no more is begun. If no
-    more threads can be started, this one helps those that run.
+def is_stopped() -> bool:
+    """Return whether another thread that does the same work as this one has failed: nothing more is begun."""
+    return bool((stop := getattr(_interrupts, "stop", None)) and stop.is_set())
+
+
+def run_in_threads(threads: int, do: Callable[[K], None], items: Iterable[K]) -> None:
+    """Do something for each item, begun in their order, on so many threads; once it fails, no more is begun. If no
+    more threads can be started, this one helps those that run. ``items`` may wait for its next one until
+    ``is_stopped``.
 
     Raises a first failure once all threads have stopped. After an interrupt (Ctrl-C) of this thread, no more is begun,
     and what the others wait for is given up.
     """
-    work, started = _SharedWork(do, numbers), list[threading.Thread]()
+    work, started = _SharedWork(do, items), list[threading.Thread]()
     try:
         for number in range(threads):
             thread = threading.Thread(target=work.help, name=f"tierfall-work-{number}", daemon=True)
@@ -61,14 +67,14 @@ def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[in
         raise work.failures[0]
 
 
-class _SharedWork:
-    """Numbers that several threads share. ``_begun`` has an event for each thread that may take some, set once it takes
+class _SharedWork(Generic[K]):
+    """Items that several threads share. ``_begun`` has an event for each thread that may take some, set once it takes
     no more: an interrupt within ``Thread.start`` leaves open whether that one begins, and one within ``Thread.join``
     counts a thread as ended that goes on (Python 3.11, 3.12)."""
 
-    def __init__(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
+    def __init__(self, do: Callable[[K], None], items: Iterable[K]) -> None:
         self.failures: list[BaseException] = []
-        self._do, self._left = do, iter(numbers)
+        self._do, self._left = do, iter(items)
         self._taking = threading.Lock()
         self._stop, self._interrupted = threading.Event(), threading.Event()
         self._begun: list[threading.Event] = []
@@ -77,7 +83,7 @@ class _SharedWork:
         """Do what is left, on a thread of its own."""
         done = threading.Event()
         self._begun.append(done)
-        _interrupts.event = self._interrupted
+        _interrupts.event, _interrupts.stop = self._interrupted, self._stop
         try:
             self.do_all(BaseException)
         finally:
@@ -86,13 +92,13 @@ class _SharedWork:
     def do_all(self, caught: type[BaseException]) -> None:
         """Do what is left, with the other threads. An error that is ``caught`` is a failure: no more is begun."""
         try:
-            while (number := self._next()) is not None:
-                self._do(number)
+            while (item := self._next()) is not None:
+                self._do(item)
         except caught as error:
             self._stop.set()
             self.failures.append(error)
 
-    def _next(self) -> int | None:
+    def _next(self) -> K | None:
         with self._taking:
             return None if self._stop.is_set() else next(self._left, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ from tierfall.tiers.stored import StoredTier
 
 RANK = program.RANK
 read = {"bytes": 0}
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process, with all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def count_reads(tier: str) -> None:
@@ -54,19 +61,19 @@ def load(
     host = {"name": "host", "kind": "host", "folder": f"{folder}/memory"}
     disk = {"name": "disk", "kind": "file", "path": f"{folder}/pfs", "shared": True}
     config = {"run": "many", "max_wait": max_wait, "tiers": [host, disk]}
-    began = time.monotonic()
+    began, used = time.monotonic(), cpu_s()
     try:
         loaded = tierfall.load(config, only=only, **how)
     except TierfallError as error:
         return {"error": type(error).__name__, "text": str(error)}
-    seconds = time.monotonic() - began
+    seconds, cpu = time.monotonic() - began, cpu_s() - used
     Path(folder, f"loaded-{RANK}").touch()
     while not Path(folder, "end").exists():
         time.sleep(0.01)
     tensors = {name: tensor for name, tensor in loaded.items() if name[0] == "w"}
     good = all(bool((tensor == int(name[1:]) % 251).all()) for name, tensor in tensors.items())
     taken = read["bytes"] - before
-    return {"good": good, "tensors": len(tensors), "read": taken, "seconds": seconds}
+    return {"good": good, "tensors": len(tensors), "read": taken, "seconds": seconds, "cpu": cpu}
 
 
 def load_in(folder: str, ways: list[dict[str, Any]]) -> list[dict[str, Any]]:

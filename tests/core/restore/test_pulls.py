@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from pulls_help import Job, part
 from restore_help import DictImage, flip, start_of
 from several_help import network, on_all
 
+from tierfall.core.copies.images import READ_THREADS
 from tierfall.core.ranks.wire import Connection, WireError
 from tierfall.core.restore import pulls
 from tierfall.core.restore.restore import RestoreResult
@@ -199,6 +201,39 @@ def test_a_full_pool_costs_reads_and_nothing_else(
     assert hold(job, 5)
 
 
+def test_chunks_that_are_there_do_not_wait_for_those_of_a_slow_rank(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's reads end once all others have everything else: a quarter of the chunks, more than a rank's threads."""
+    made = part(5, 0, 1, {"w": torch.arange(200_000, dtype=torch.float32)})
+    chunks = made.manifest.chunk_count - 1
+    slow, *others = job.peers
+    (image,) = slow.put("store", made)
+    filled = dict.fromkeys(others, 0)
+    everything_else, in_time = threading.Event(), []
+
+    def count(peer: Any) -> None:
+        filled[peer] += 1
+        if min(filled.values()) >= chunks - -(-chunks // RANKS):
+            everything_else.set()
+
+    def read(self: DictImage, manifest: Any, index: int, *args: Any, **more: Any) -> memoryview:
+        if self is image and index:
+            in_time.append(everything_else.wait(30))
+        return read_now(self, manifest, index, *args, **more)
+
+    read_now = DictImage.read
+    monkeypatch.setattr(DictImage, "read", read)
+    for peer in others:
+        peer.put("store", made)
+        peer.tally.on_bytes = lambda _, peer=peer: count(peer)  # type: ignore[misc]
+    for peer in job.peers:
+        peer.state = {"w": torch.zeros(200_000), "epoch": 0, "rng": None}
+    assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+    assert len(in_time) > 3 * READ_THREADS
+    assert all(in_time)
+
+
 def test_each_byte_crosses_to_a_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on each of three nodes: in a node bytes go through memory."""
     sent: list[int] = []
@@ -298,7 +333,7 @@ def test_rank_0_is_told_of_a_rank_that_is_gone_by_those_that_had_to_do_with_it()
                 interface=None,
                 silence_s=5.0,
                 provide=lambda *_: loaded,
-                taken=lambda *_: None,
+                pool=pulls.ChunkPool(patience_s=5.0),
             )
             for ranks in joined
         ]
