@@ -75,14 +75,14 @@ LINES = {
     ("tiers",): 4_662,
     ("tierfall/config",): 2_066,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_080,
-    ("tierfall/ops",): 4_416,
+    ("tierfall/ops",): 4_448,
     ("tierfall/telemetry",): 1_948,
     ("tierfall/cli",): 4_352,
     ("tierfall/integrations",): 2_933,
     ("tierfall/imports", "tierfall/export"): 2_753,
     ("tierfall/plan",): 1_692,
     ("tierfall/demo",): 620,
-    ("tierfall", "core"): 444,
+    ("tierfall", "core"): 451,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 

@@ -29,7 +29,7 @@ from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
 from tierfall.core.types.units import parse_size_with_unit
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.group_load import GroupLoad, check_group, opened_by
+from tierfall.ops.group_load import GroupLoad, check_group, count_load, opened_by
 from tierfall.ops.reader import RunPath, find_address, find_place, find_pointer
 from tierfall.ops.tensors import OpenCheckpoint, Tensors
 from tierfall.run.checkpointer import Checkpointer
@@ -129,6 +129,7 @@ def load(
     Raises ConfigError for any other path and for a missing device, RestoreError where no checkpoint can be read whole,
     RanksError where another rank does not make this call.
     """
+    count_load(group)
     choices = Choices(only=only, doing="load")
     request = _request("load", step, attempt)
     check_device(map_location)
@@ -267,7 +268,13 @@ def _load_config(
         several: GroupLoad | None = None
         if reader.ranks.many:
             several = GroupLoad(
-                config, reader, how.choices, how.device, shard=shard, share=how.share
+                config,
+                reader,
+                how.choices,
+                how.device,
+                shard=shard,
+                group=how.group,
+                share=how.share,
             )
             of = {"make_plan": several.plan, "make_reader": several.open}
             of["together"] = several.together

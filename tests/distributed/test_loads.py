@@ -33,6 +33,14 @@ def test_all_ranks_read_one_copy_of_the_checkpoint(job: Callable[..., Job]) -> N
         assert COUNT * TENSOR_BYTES <= read <= COUNT * TENSOR_BYTES + 2 * HEADER
 
 
+def test_ranks_that_are_at_different_loads_fail_together_once(job: Callable[..., Job]) -> None:
+    answers = job().run("load_in", ways=[{}, {}], failing=2)
+    for failed, good in answers:
+        assert failed["error"] == "RanksError", failed
+        assert "ranks 0, 1, 3 made fewer loads" in failed["text"]
+        assert good["good"]
+
+
 @pytest.mark.torture
 @pytest.mark.parametrize(("share", "victims"), [(True, [2, 3]), (False, [0])])
 def test_ranks_that_die_end_the_load_of_all(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -33,7 +34,7 @@ from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.pulled_reader import PulledReader
 from tierfall.core.restore.restore import RankFailure, RestoreResult
 from tierfall.core.types.errors import ConfigError, RanksError
-from tierfall.core.types.text import with_article
+from tierfall.core.types.text import format_ranks, with_article
 from tierfall.core.types.values import Shard
 from tierfall.launch.launcher import find_ranks
 from tierfall.ops.reader import RunReader
@@ -50,18 +51,39 @@ CHUNKS = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LoadCall(Message):
     """What a rank was asked to load: a part, of all images or of the ``shard`` of a path, and whether the tensors are
-    shared."""
+    shared. ``number`` counts the loads of this rank in its group."""
 
     only: tuple[str, ...] | None
     shard: str
     share: bool
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts(Message):
-    """The part that each rank asked for."""
+    """The part that each rank asked for, the ``number`` of the load, and the ranks that are at an earlier one."""
 
     only: Mapping[int, tuple[str, ...] | None]
+    number: int
+    behind: tuple[int, ...]
+
+
+_counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+"""How many loads this process has begun, by group: a failed one counts, so that a rank that failed alone is found."""
+
+
+def count_load(group: object) -> None:
+    """Count a load of this process with a group."""
+    if group is True or "distributed" in type(group).__module__:
+        _counts[_counted_by(group)] = _counts.get(_counted_by(group), 0) + 1
+
+
+def _counted_by(group: object) -> object:
+    """Return what the loads of a group are counted by; a group that is made again begins anew."""
+    distributed = torch.distributed
+    if group is True:
+        return distributed.group.WORLD if distributed.is_initialized() else count_load
+    return group
 
 
 def check_group(group: object, *, share: object, device: torch.device) -> None:
@@ -126,22 +148,27 @@ class GroupLoad:
         device: torch.device,
         *,
         shard: Shard,
+        group: object,
         share: bool,
     ) -> None:
         """``config`` is that of the run, with the tiers of all nodes. Raises RanksError where the ranks were not asked
-        for the same."""
+        for the same, or make different loads: then all count on from the highest number."""
         self._config, self._reader, self._share = config, reader, share
         self._choices, self._device = choices, device
         self._ranks, self._patience_s = reader.ranks, patience_s(config)
         self._parts: PulledReader | None = None
         only = None if choices.only is None else tuple(choices.only)
-        self._only = self._ranks.agree(
-            _CALL,
-            _LoadCall(only=only, shard=str(shard), share=share),
-            _gather,
-            _Parts,
-            timeout_s=start_patience_s(config),
-        ).only
+        counted_by = _counted_by(group)
+        number = _counts[counted_by]
+        call = _LoadCall(only=only, shard=str(shard), share=share, number=number)
+        parts = self._ranks.agree(_CALL, call, _gather, _Parts, timeout_s=start_patience_s(config))
+        self._only, _counts[counted_by] = parts.only, parts.number
+        if parts.behind:
+            raise RanksError(
+                f"load: {format_ranks(parts.behind)} made fewer loads with this group than the other ranks, which are "
+                f"at load {parts.number}: every rank makes the same loads in the same order, and one that fails on a "
+                "rank counts. The next load that all ranks make works"
+            )
 
     def choose(self, request: RestoreRequest, tally: ReadTally) -> list[KnownCheckpoint]:
         """Return what may be loaded, newest first, the same on all ranks."""
@@ -229,7 +256,12 @@ def _gather(calls: Mapping[int, _LoadCall]) -> _Parts:
     check_same_arguments(_CALL, shares)
     if calls[0].share:
         check_same_arguments(_CALL, {rank: {"shard": call.shard} for rank, call in calls.items()})
-    return _Parts(only={rank: call.only for rank, call in calls.items()})
+    number = max(call.number for call in calls.values())
+    return _Parts(
+        only={rank: call.only for rank, call in calls.items()},
+        number=number,
+        behind=tuple(rank for rank, call in calls.items() if call.number < number),
+    )
 
 
 def _positions(header: ImageHeader, only: Sequence[str] | None) -> set[int]:
