@@ -23,14 +23,14 @@ help:
 	@echo "make test-quick  run a part of the tests (under two minutes): a save, a restore, damage, the documents"
 	@echo "make test-benchmarks  run the tests of the benchmarks (4 minutes)"
 	@echo "make test-places  kill servers of S3, Google, Azure and GlusterFS, which npm and apt install (6 minutes; root)"
-	@echo "make test-frameworks  run tierfall inside training frameworks, in .venv-frameworks and .venv-torchtitan (20 minutes)"
-	@echo "make test-frameworks-quick  a part of these: Hugging Face and Lightning (a minute)"
+	@echo "make test-frameworks  run tierfall inside training frameworks, in .venv-frameworks (15 minutes)"
+	@echo "make test-frameworks-quick  a part of these: each framework is killed and resumes exactly (3 minutes)"
 	@echo "make check    lint, types and tests"
 	@echo "make bench    run the benchmarks, beside other checkpointing systems"
 	@echo "make simulate live through weeks of training on a virtual clock (long)"
 	@echo "make torture  kill and break saves until something gives (long)"
 	@echo "make docs     build the documents with the reference of every public name into site/"
-	@echo "make clean    remove .venv, .venv-frameworks, .venv-torchtitan and caches"
+	@echo "make clean    remove .venv, .venv-frameworks and caches"
 
 demo: .venv/.installed
 	$(BIN)/tierfall demo
@@ -61,19 +61,15 @@ test-places: .venv/.installed-dev
 	    tests/backends/test_object_store_conformance.py
 
 # In an environment of its own: what the frameworks need changes nothing there. Hub access is not needed.
-# TorchTitan needs an older fsspec than the others: it has an environment of its own, .venv-torchtitan.
-test-frameworks: .venv-frameworks/.installed .venv-torchtitan/.installed
-	HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= .venv-frameworks/bin/python -m pytest -n 2 --dist loadfile --durations 10 \
-	    tests/integrations/frameworks
-	PYTHONDONTWRITEBYTECODE= .venv-torchtitan/bin/python -m pytest -n 2 --durations 10 \
-	    tests/integrations/frameworks/test_torchtitan.py
+FRAMEWORKS := HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= .venv-frameworks/bin/python -m pytest -n 2 --dist loadfile \
+    --durations 10 tests/integrations/frameworks
 
-# Hugging Face and Lightning alone: the programs of their pages are killed and go on, and what needs one process.
-FRAMEWORKS_QUICK := $(addprefix tests/integrations/frameworks/test_, hugging_face.py docs_hugging_face.py \
-    transformers_export.py plan_parameters.py lightning_docs.py lightning_calls.py)
+test-frameworks: .venv-frameworks/.installed
+	$(FRAMEWORKS)
 
+# The tests that are marked quick: each framework is killed and resumes exactly, and what needs one process.
 test-frameworks-quick: .venv-frameworks/.installed
-	HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= .venv-frameworks/bin/python -m pytest -n 2 --dist loadfile $(FRAMEWORKS_QUICK)
+	$(FRAMEWORKS) -m quick
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -101,7 +97,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf .venv .venv-frameworks .venv-torchtitan .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site tierfall.egg-info
+	rm -rf .venv .venv-frameworks .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site tierfall.egg-info
 
 # For make docs alone: the tests need none of it.
 .venv/.installed-docs: .venv/.installed requirements-docs.txt
@@ -126,14 +122,13 @@ clean:
 	$(PIP) --no-build-isolation -e .
 	@touch $@ .venv/.installed
 
-# .venv-frameworks and .venv-torchtitan: torch and the tools come from .venv by its path; what such an environment has
-# itself is found before them.
-.venv-%/.installed: .venv/.installed-dev requirements-%.txt
-	$(BIN)/python -m venv .venv-$*
+# torch and the tools come from .venv by its path; what .venv-frameworks has itself is found before them.
+.venv-frameworks/.installed: .venv/.installed-dev requirements-frameworks.txt
+	$(BIN)/python -m venv .venv-frameworks
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	    > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
-	.venv-$*/bin/python $(PIP_INSTALL) -r requirements-$*.txt
-	.venv-$*/bin/python $(PIP_INSTALL) --no-build-isolation --no-deps -e .
+	    > "$$(.venv-frameworks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	.venv-frameworks/bin/python $(PIP_INSTALL) -r requirements-frameworks.txt
+	.venv-frameworks/bin/python $(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
 
 # For the benchmarks: what tierfall is compared with. Exactly the listed packages, so that none changes torch or the tests.

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -120,6 +120,14 @@ class Job:
             time.sleep(0.02)
         for mark in marks:
             mark.unlink()
+
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 150.0) -> None:
+        """Wait for what a rank does; none of them ends before it."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.log(0)
+            assert all(process.poll() is None for process in self.processes), self.log(0)
+            time.sleep(0.002)
 
     def kill(self) -> None:
         for process in self.processes:

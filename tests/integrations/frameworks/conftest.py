@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,22 @@ import pytest
 from tests import forked
 from tests.distributed.job import Job
 
-FRAMEWORKS = {
-    **{"transformers.trainer": "transformers", "accelerate": "accelerate", "peft": "peft"},
-    **{"datasets": "datasets", "trl": "trl"},
-    "tests.integrations.frameworks.torchtitan_on_cpu": "torchtitan",
-}
-"""What the processes import, if the package beside it is there."""
-
 
 class Alone(Job):
-    """A process without a launcher."""
+    """A process without a launcher. If it begins a process group of its own, it takes the store that the test has."""
 
     def launcher(self, rank: int) -> dict[str, str]:
-        return {}
+        return {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
-@pytest.fixture(scope="session")
-def _imported() -> Iterator[None]:
-    """Have servers of our own, which begin with what there is of the frameworks."""
+@pytest.fixture(scope="module")
+def _imported(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have servers of our own, which begin with what the test file names in ``IMPORTS``: its own framework alone."""
     earlier = dict(forked._servers)
     forked._servers.clear()
     # Arrow's allocator starts a thread otherwise, which a fork would lose.
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
-    os.environ[forked.MORE] = " ".join(n for n, needed in FRAMEWORKS.items() if find_spec(needed))
+    os.environ[forked.MORE] = " ".join(request.module.IMPORTS)
     yield
     del os.environ[forked.MORE]
     forked._close_servers()

@@ -1,6 +1,7 @@
 """A training by DeepSpeed on the CPU: one process for each rank, which the test may kill.
 
-Each rank appends to a file of its own: losses by step, and how much of each save was captured lazily.
+``deepspeed_program.py METHOD ARGUMENTS`` (JSON). Each rank appends to a file of its own: losses by step, and how much
+of each save was captured lazily.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed  # type: ignore[import-not-found]
+import deepspeed.runtime.zero.muon.original_muon  # of the first engine
 import torch
 from torch import nn
 
@@ -20,6 +24,10 @@ from tierfall.integrations.deepspeed import TierfallEngine
 
 STEPS = 24
 EVERY = 4
+# An extension for inference on the CPU alone, which DeepSpeed would compile for half a minute in a first process group.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+    os.environ.setdefault(name, value)
 
 
 class Model(nn.Module):
@@ -66,7 +74,8 @@ class Program:
         with open(self.folder / f"rank{os.environ['RANK']}", "a") as log:
             print(json.dumps(values), file=log)
 
-    def train(self) -> None:
+    def train(self, waits_at: int = 0) -> None:
+        """Train; wait after the step ``waits_at`` for the kill."""
         engine = make_engine(self.stage)
         with tierfall.open(self.config) as ckpt:
             saver = TierfallEngine(engine, ckpt)
@@ -83,6 +92,8 @@ class Program:
                     assert saver.handle is not None
                     stats = saver.handle.stats
                     self.report("lazy", step, stats.lazy_bytes / stats.bytes)
+                if step == waits_at:
+                    Event().wait()
 
     def save_alone(self) -> None:
         """Make a call on rank 0 that all ranks should make."""
@@ -131,5 +142,7 @@ class Program:
 
 
 if __name__ == "__main__":
-    _, stage, config, folder, what, *arguments = sys.argv
-    getattr(Program(int(stage), json.loads(config), Path(folder)), what)(*arguments)
+    _, method, text = sys.argv
+    given = json.loads(text)
+    program = Program(given["stage"], given["config"], Path(given["folder"]))
+    print("ANSWER", json.dumps(getattr(program, method)(*given["arguments"])), flush=True)

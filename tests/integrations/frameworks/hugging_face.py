@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def recorded(kind: type, path: Path) -> type:
     """Return the class of a Trainer that writes down each loss."""
 
     class Recorded(kind):  # type: ignore[misc, valid-type]
-        at, micro = -1, 0
+        at, micro, waits_at = -1, 0, 0
 
         def training_step(self, *args: Any, **more: Any) -> Any:
             loss = super().training_step(*args, **more)
@@ -99,6 +100,8 @@ def recorded(kind: type, path: Path) -> type:
             self.at, self.micro = step, self.micro + 1 if self.at == step else 0
             with path.open("a") as out:
                 out.write(f"{step} {self.micro} {loss.item().hex()}\n")
+            if step == self.waits_at:
+                Event().wait()  # for the kill
             return loss
 
     return Recorded
@@ -272,12 +275,14 @@ def train(
     point: str = "",
     call: int = 1,
     victim: int = 0,
+    waits_at: int = 0,
 ) -> dict[str, Any]:
     """Train to the end, from what is there; or die at a call of a point of tierfall."""
     if point and victim == RANK:
         killing.at_point(point, call, killing.kill_self)
     root = Path(folder)
     trainer = KINDS[kind](root, root / f"{life}-{RANK}")
+    trainer.waits_at = waits_at
     with tierfall.open(
         config(root, memory) | ({"max_wait": "2s"} if kind == "alone" else {})
     ) as ckpt:

@@ -1,4 +1,4 @@
-"""What a process trains by Lightning that is killed, and started again: ``lightning_program.py ARGUMENTS`` (JSON).
+"""What a process trains by Lightning that is killed, and started again: ``lightning_program.py main ARGUMENTS`` (JSON).
 
 Each rank logs step, epoch, batch and loss of every batch, as a line of JSON.
 """
@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,9 +43,17 @@ class Data(Dataset[torch.Tensor]):
 class Module(pl.LightningModule):
     """Dropout draws from the random state, batch normalisation has state that is no parameter."""
 
-    def __init__(self, log: Path | None = None, *, sharded: str = "", pause_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        log: Path | None = None,
+        *,
+        sharded: str = "",
+        pause_s: float = 0.0,
+        waits_at: int = 0,
+    ) -> None:
         super().__init__()
         self.log_file, self.sharded, self.pause_s = log, sharded, pause_s
+        self.left = waits_at
         self.net = torch.nn.Sequential(
             torch.nn.Linear(16, 64),
             torch.nn.Identity() if sharded else torch.nn.BatchNorm1d(64),
@@ -66,6 +75,9 @@ class Module(pl.LightningModule):
             with self.log_file.with_suffix(f".{self.global_rank}").open("a") as file:
                 where = [self.global_step, self.current_epoch, number]
                 file.write(json.dumps([*where, loss.item().hex()]) + "\n")
+        self.left -= 1
+        if not self.left:
+            Event().wait()  # for the kill
         return loss
 
     def validation_step(self, batch: torch.Tensor, number: int) -> None:
@@ -145,11 +157,14 @@ def main(
     dies_in: int = 0,
     own_loader: bool = False,
     pause_s: float = 0.0,
+    waits_at: int = 0,
     alone: bool = False,
     fails: str = "",
 ) -> None:
     if dies_in:
         die_in_save(dies_in)
+    if ranks > 1:
+        os.environ["TORCHELASTIC_RUN_ID"] = "test"  # so Lightning knows torchrun
     torch.set_num_threads(1)
     pl.seed_everything(1)
     root = Path(folder)
@@ -175,7 +190,7 @@ def main(
         accumulate_grad_batches=accumulate,
         use_distributed_sampler=False,
     )
-    module = Module(root / log, sharded=sharded, pause_s=pause_s)
+    module = Module(root / log, sharded=sharded, pause_s=pause_s, waits_at=waits_at)
     data = Data(64 * ranks)
     if ranks > 1:  # Lightning's own has no state
         rank = int(os.environ["RANK"])
@@ -191,4 +206,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    print("ANSWER", json.dumps(main(**json.loads(sys.argv[2]))), flush=True)

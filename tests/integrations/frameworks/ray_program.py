@@ -1,8 +1,9 @@
 """A training in Ray, whose workers the test kills: each appends what it does to a file of its own.
 
 Arguments: a folder, the configuration of the tiers, the number of workers, and the names of the runs, one after the
-other in one Ray. The stored tier of a run ``away`` fails for a while. Rank 1 of a run ``fails`` raises once. The last
-line of the output has the folder of each checkpoint that Ray has of the last run, and its metrics.
+other in one Ray. The stored tier of a run ``away`` fails for a while. Rank 1 of a run ``fails`` raises once. The first
+three starts of a run ``killed`` wait at step 38 for their kill. The last line of the output has the folder of each
+checkpoint that Ray has of the last run, and its metrics.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import ray
@@ -36,6 +38,7 @@ def train_function(config: dict[str, Any]) -> None:
     handle = None
     with open(f"{config['folder']}/rank{rank}", "a", buffering=1) as log:
         print(json.dumps(["began", os.getpid()]), file=log)
+        starts = Path(log.name).read_text().count("began")
         with tierfall.open(config["tiers"]) as ckpt:
             restored = ckpt.restore(state)
             for step in range(restored.step + 1 if restored else 1, STEPS + 1):
@@ -50,6 +53,8 @@ def train_function(config: dict[str, Any]) -> None:
                     change(Path(config["tiers"]["tiers"][-1]["path"]), handle)
                 if Path(config["folder"]).name == "fails" and step == 12 and not restored and rank:
                     raise ValueError("a bad batch")
+                if Path(config["folder"]).name == "killed" and step == 38 and starts <= 3:
+                    Event().wait()
                 if step % EVERY == 0:
                     print(json.dumps(["saves", step]), file=log)
                     handle = ckpt.save(step, state)

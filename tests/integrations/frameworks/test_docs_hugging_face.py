@@ -23,6 +23,7 @@ from tests.integrations.frameworks import hugging_face as made
 from tierfall.integrations.accelerate import state_of
 from tierfall.integrations.transformers import attach
 
+pytestmark = pytest.mark.quick
 TEXT = (Path(__file__).resolve().parents[3] / "docs/hugging-face.md").read_text()
 SCRIPT, LOOP = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 (CONFIG,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)

@@ -25,7 +25,10 @@ from tests.integrations.frameworks import hugging_face as made  # noqa: E402 - i
 from tierfall.integrations.accelerate import state_of  # noqa: E402
 from tierfall.integrations.transformers import TrainerJson, attach  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # of the frameworks
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.filterwarnings("default"),  # of the frameworks
+]
 Open = Callable[..., tierfall.Checkpointer]
 
 

@@ -6,12 +6,8 @@ import json
 import os
 import random
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,40 +24,27 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.utils.data import DataLoader
 
 import tierfall
+from tests.distributed.job import Job
 from tests.integrations.frameworks.lightning_program import Data, Module, config, trainer
 from tierfall.errors import ConfigError, StepError
 from tierfall.integrations.lightning import TierfallIO, remove_path
 
-ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("lightning_program.py")
+IMPORTS = ("tests.integrations.frameworks.lightning_program",)
 pytestmark = pytest.mark.filterwarnings("ignore")
+COMMIT = "commit.json"
+Start = Callable[..., "Training"]
 
 
 # Killed, and started again -------------------------------------------------------------------------------
 
 
+@dataclass
 class Training:
-    """One start of all ranks, which meet as under torchrun."""
+    """One start of all ranks."""
 
-    def __init__(self, folder: Path, log: str, **arguments: Any) -> None:
-        self.log = folder / log
-        ranks = arguments.get("ranks", 1)
-        given = json.dumps({"folder": str(folder), "log": log, **arguments})
-        self.processes = []
-        port = free_port()
-        for rank in range(ranks):
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            if ranks > 1:
-                environment |= launcher(rank, ranks, port)
-            with Path(f"{self.log}.txt").open("a") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(PROGRAM), given],
-                        env=environment,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+    job: Job
+    log: Path
 
     def lines(self, rank: int = 0) -> list[list[Any]]:
         """Return step, epoch, batch and loss of each batch."""
@@ -69,49 +52,27 @@ class Training:
         text = file.read_text() if file.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
 
-    def output(self) -> str:
-        return Path(f"{self.log}.txt").read_text()[-4000:]
-
     def end(self) -> list[list[Any]]:
-        assert [process.wait(150) for process in self.processes].count(0) == len(self.processes), (
-            self.output()
-        )
+        answers = self.job.wait(150)
+        assert answers == [None] * self.job.world_size, (answers, self.job.log(0))
         return self.lines()
 
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
     def kill_after(self, batches: int) -> None:
-        """Kill all ranks once so many batches are logged, at whatever they do then."""
-        deadline = time.monotonic() + 120
-        while len(self.lines()) < batches:
-            assert time.monotonic() < deadline, self.output()
-            assert all(process.poll() is None for process in self.processes), self.output()
-            time.sleep(0.002)
-        self.kill()
+        """Kill all ranks once so many batches are logged and a checkpoint is stored, at whatever they do then."""
+        stored = self.job.folder / "disk"
+        self.job.wait_until(lambda: len(self.lines()) >= batches and any(stored.rglob(COMMIT)))
+        self.job.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+@pytest.fixture
+def start(make_job: Callable[..., Job]) -> Start:
+    """``start(folder, log, ranks=..., ...)`` starts a training in a folder."""
 
+    def begin(folder: Path, log: str, ranks: int = 1, **more: Any) -> Training:
+        job = make_job(folder, PROGRAM, ranks)
+        return Training(job.start("main", log=log, ranks=ranks, **more), folder / log)
 
-def launcher(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return what torchrun tells a rank. Its own ranks would outlive it if it were killed."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test",
-    }
+    return begin
 
 
 @pytest.fixture
@@ -128,19 +89,18 @@ CASES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_after_a_kill_every_loss_is_that_of_an_uninterrupted_run(
-    case: str, tmp_path: Path, seed: int
+    start: Start, case: str, tmp_path: Path, seed: int
 ) -> None:
     arguments = CASES[case]
     folders = [tmp_path / name for name in ("whole", "killed")]
-    for folder in folders:
-        folder.mkdir()
-    whole = Training(folders[0], "whole", **arguments)
+    whole = start(folders[0], "whole", **arguments)
     whole.end()
-    killed = Training(folders[1], "killed", pause_s=0.1, **arguments)
+    killed = start(folders[1], "killed", pause_s=0.1, waits_at=22, **arguments)
     killed.kill_after(random.Random(f"{seed}{case}").randint(8, 20))
-    resumed = Training(folders[1], "resumed", **arguments)
+    resumed = start(folders[1], "resumed", **arguments)
     resumed.end()
     for rank in range(int(arguments.get("ranks", 1))):  # type: ignore[call-overload]
         expected, found = whole.lines(rank), resumed.lines(rank)
@@ -149,70 +109,60 @@ def test_after_a_kill_every_loss_is_that_of_an_uninterrupted_run(
 
 
 @pytest.mark.parametrize("sharded", ["", "FSDP2"])
-def test_another_number_of_ranks_resumes(sharded: str, tmp_path: Path) -> None:
+def test_another_number_of_ranks_resumes(start: Start, sharded: str, tmp_path: Path) -> None:
     """Without the random state, which fits no other number of ranks."""
     same = {"every": 8, "own_loader": True, "sharded": sharded}
-    Training(tmp_path, "two", ranks=2, epochs=2, **same).end()
-    found = Training(tmp_path, "one", ranks=1, epochs=3, **same).end()
+    start(tmp_path, "two", ranks=2, epochs=2, **same).end()
+    found = start(tmp_path, "one", ranks=1, epochs=3, **same).end()
     assert [line[:3] for line in found] == [[16 + batch, 2, batch] for batch in range(8)]
 
 
 @pytest.mark.parametrize("sharded", ["", "FSDP1"])
 def test_a_save_on_rank_0_alone_ends_with_an_error_on_all_ranks(
-    sharded: str, tmp_path: Path
+    start: Start, sharded: str, tmp_path: Path
 ) -> None:
     """Without tierfall, it waits for the other ranks for half an hour."""
-    job = Training(tmp_path, "alone", ranks=2, sharded=sharded, alone=True)
-    try:
-        assert 0 not in [process.wait(150) for process in job.processes]
-    finally:
-        job.kill()
+    job = start(tmp_path, "alone", ranks=2, sharded=sharded, alone=True).job
+    assert 0 not in [process.wait(150) for process in job.processes]
     expected = "rank 1 did not call save_checkpoint within 20 s. Nothing was saved"
-    assert expected in Path(f"{job.log}.txt").read_text()
+    assert expected in (tmp_path / "rank-0.log").read_text()
 
 
 @pytest.mark.parametrize(
     ("sharded", "where"), [("", "start"), ("FSDP1", "start"), ("FSDP1", "end")]
 )
 def test_an_exception_on_rank_0_alone_is_waited_for_once(
-    sharded: str, where: str, tmp_path: Path
+    start: Start, sharded: str, where: str, tmp_path: Path
 ) -> None:
     """OnExceptionCheckpoint saves on that rank, while the others train: Lightning itself waits for half an hour."""
-    job = Training(tmp_path, "failed", ranks=2, sharded=sharded, fails=where)
-    try:
-        assert job.processes[0].wait(100) == 1
-    finally:
-        job.kill()
-    output = Path(f"{job.log}.txt").read_text()
+    job = start(tmp_path, "failed", ranks=2, sharded=sharded, fails=where).job
+    assert job.processes[0].wait(100) == 1
+    output = (tmp_path / "rank-0.log").read_text()
     assert "ValueError: the batch of rank 0 is bad" in output
     missed = "rank 1 did not call save_checkpoint within 2 s. Nothing was saved. The training failed on this rank alone"
     assert missed in output
 
 
-def test_killed_inside_a_save(tmp_path: Path) -> None:
+def test_killed_inside_a_save(start: Start, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("whole", "killed")]
-    for folder in folders:
-        folder.mkdir()
-    whole = Training(folders[0], "whole", every=4)
+    whole = start(folders[0], "whole", every=4)
     expected = whole.end()
-    killed = Training(
-        folders[1], "killed", every=4, dies_in=3
-    )  # the last batch but four of an epoch
-    assert killed.processes[0].wait(120) == -signal.SIGKILL, killed.output()
-    found = Training(folders[1], "resumed", every=4).end()
+    # the last batch but four of an epoch
+    start(folders[1], "killed", every=4, dies_in=3).job.wait_for_kill(120)
+    found = start(folders[1], "resumed", every=4).end()
     assert 0 < len(found) < len(expected)
     assert found == expected[-len(found) :]
 
 
-def test_epoch_borders_are_exact_with_a_loader_that_has_no_state(tmp_path: Path) -> None:
+def test_epoch_borders_are_exact_with_a_loader_that_has_no_state(
+    start: Start, tmp_path: Path
+) -> None:
     """Lightning resumes a checkpoint of its own, of the last batch of an epoch, one epoch too late."""
     folders = [tmp_path / name for name in ("whole", "killed")]
-    for folder in folders:
-        folder.mkdir()
-    killed = Training(folders[1], "killed", every=8, own_loader=True, pause_s=0.1)
+    killed = start(folders[1], "killed", every=8, own_loader=True, pause_s=0.1, waits_at=22)
     killed.kill_after(20)
-    expected = Training(folders[0], "whole", every=8, own_loader=True).end()
-    found = Training(folders[1], "resumed", every=8, own_loader=True).end()
+    expected = start(folders[0], "whole", every=8, own_loader=True).end()
+    found = start(folders[1], "resumed", every=8, own_loader=True).end()
     assert len(found) in (8, 16), "the epoch that the kill cut off, or one more"
     assert found == expected[-len(found) :]
 

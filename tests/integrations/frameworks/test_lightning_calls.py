@@ -23,7 +23,7 @@ from tests.integrations.frameworks.lightning_program import Data, config, traine
 from tierfall.errors import ConfigError, RestoreError
 from tierfall.integrations.lightning import TierfallIO
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore")]
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 

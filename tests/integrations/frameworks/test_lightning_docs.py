@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("torchdata")
 
+pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs/lightning.md").read_text()
 

@@ -12,6 +12,7 @@ from tierfall.plan.models import FAMILIES, PRESETS, find_model
 
 transformers: Any = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.quick
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,

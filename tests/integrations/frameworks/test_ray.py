@@ -120,7 +120,7 @@ def checkpoints_of(process: subprocess.Popen[str], folder: Path) -> list[list[An
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.quick), 2])
 def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(
     start: Start, tmp_path: Path, make_config: MakeConfig, workers: int
 ) -> None:

@@ -18,7 +18,7 @@ from tierfall.imports.importer import import_state, read_state
 
 transformers: Any = pytest.importorskip("transformers")
 tokenizers: Any = pytest.importorskip("tokenizers")
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("default")]
 
 
 def make_model(seed: int = 0) -> Any:

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from tests.integrations.frameworks import torchtitan_on_cpu  # noqa: F401
@@ -41,7 +42,6 @@ STEPS, EVERY = 24, 4
 VOCABULARY, LENGTH = 2048, 32
 for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
     os.environ.setdefault(name, value)
-os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the test has the store
 RANK = int(os.environ["RANK"])
 
 
@@ -170,6 +170,7 @@ def train(
     own: str | None = None,
     steps: int = STEPS,
     pause_s: float = 0.0,
+    waits_at: int = 0,
     point: str = "",
     call: int = 1,
     victim: int = 0,
@@ -188,6 +189,8 @@ def train(
     def note(step: int, loss: float, *args: Any, **more: Any) -> None:
         with log.open("a") as out:
             out.write(f"{step} {float(loss).hex()}\n")
+        if step == waits_at:
+            Event().wait()  # for the kill
         time.sleep(pause_s)
         logged(step, loss, *args, **more)
 
