@@ -62,7 +62,7 @@ FOLDERS = (
 LINES = {
     ("core/types",): 2_062,
     ("core/format",): 1_355,
-    ("core/state", "core/tensors"): 3_737,
+    ("core/state", "core/tensors"): 3_743,
     ("core/image",): 2_552,
     ("core/runtime",): 2_139,
     ("core/ranks",): 2_207,

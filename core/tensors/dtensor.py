@@ -114,18 +114,24 @@ def _place(tensor: Any, shape: Any, offset: Any) -> TensorPiece:
 def find_overlap(pieces: Sequence[TensorPiece]) -> tuple[TensorPiece, TensorPiece] | None:
     """Two blocks of one tensor that have elements in common, or None. Blocks that are apart along one dimension are not
     compared along the others."""
-    pieces = [piece for piece in pieces if math.prod(piece.lengths)]
-    for at in range(len(pieces[0].shape) if len(pieces) > 1 else 0):
-        groups: list[list[TensorPiece]] = []
-        end = 0
-        for piece in sorted(pieces, key=lambda piece: piece.offset[at]):
-            if not groups or piece.offset[at] >= end:
-                groups.append([])
-            groups[-1].append(piece)
-            end = max(end, piece.offset[at] + piece.lengths[at])
-        if len(groups) > 1:
-            return next(filter(None, map(find_overlap, groups)), None)
-    return next(filter(_have_common, itertools.combinations(pieces, 2)), None)
+    waiting = [[piece for piece in pieces if math.prod(piece.lengths)]]
+    while waiting:
+        pieces = waiting.pop()
+        for at in range(len(pieces[0].shape) if len(pieces) > 1 else 0):
+            groups: list[list[TensorPiece]] = []
+            end = 0
+            for piece in sorted(pieces, key=lambda piece: piece.offset[at]):
+                if not groups or piece.offset[at] >= end:
+                    groups.append([])
+                groups[-1].append(piece)
+                end = max(end, piece.offset[at] + piece.lengths[at])
+            if len(groups) > 1:
+                waiting += groups
+                break
+        else:
+            if found := next(filter(_have_common, itertools.combinations(pieces, 2)), None):
+                return found
+    return None
 
 
 def _have_common(pair: tuple[TensorPiece, TensorPiece]) -> bool:
