@@ -2,7 +2,7 @@
 
 16 processes are the ranks of 4 nodes, on this machine, with one tier, which gives 100 MB/s to all of them together. A
 node's memory is what its ranks have more (PSS) than before the load, at the worst moment. One read of all bytes at that
-rate is 1.00.
+rate is 1.00. CPU is that of all ranks together, from the call of ``load`` to its end.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def place(count: int, chunk: str) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def measure(folder: Path, *, samples: bool, **how: Any) -> tuple[float, int, int]:
-    """Return the seconds of the slowest rank, the bytes that all read from the tier, and the memory of the node that
-    needed most, if that ``samples`` it, which takes time."""
+def measure(folder: Path, *, samples: bool, **how: Any) -> tuple[float, float, int, int]:
+    """Return the seconds of the slowest rank, the CPU seconds of all, the bytes that all read from the tier, and the
+    memory of the node that needed most, if that ``samples`` it, which takes time."""
     for path in folder.glob("*"):
         if path.is_file():
             path.unlink()
@@ -79,7 +79,8 @@ def measure(folder: Path, *, samples: bool, **how: Any) -> tuple[float, int, int
     (folder / "end").touch()
     answers = job.wait(timeout_s=300)
     assert all(answer.get("good") for answer in answers), answers
-    return max(a["seconds"] for a in answers), sum(a["read"] for a in answers), most
+    cpu_s, taken = (sum(answer[name] for answer in answers) for name in ("cpu", "read"))
+    return max(answer["seconds"] for answer in answers), cpu_s, taken, most
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -90,20 +91,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ways", nargs="*", type=int, help="numbers of the ways, from 0")
     given = parser.parse_args(arguments)
     bytes = given.mib << 20
-    print(
-        "| load | seconds | of one read | copies read | memory of a node |\n|---|---|---|---|---|"
-    )
+    print("| load | seconds | of one read | CPU seconds | copies read | memory of a node |")
+    print("|---|---|---|---|---|---|")
     with place(bytes // TENSOR_BYTES, given.chunk) as folder:
         for number, (name, how) in enumerate(WAYS.items()):
             if given.ways and number not in given.ways:
                 continue
-            seconds, taken, _ = measure(folder, samples=False, bytes_per_s=given.rate, **how)
-            _, _, most = measure(folder, samples=True, bytes_per_s=given.rate, **how)
-            share, copies = seconds * given.rate / bytes, taken / bytes
-            print(
-                f"| {name} | {seconds:.2f} | {share:.2f} | {copies:.3f} | {most / (1 << 20):.0f} MiB |",
-                flush=True,
-            )
+            how = {**how, "bytes_per_s": given.rate}
+            seconds, cpu_s, taken, _ = measure(folder, samples=False, **how)
+            *_, most = measure(folder, samples=True, **how)
+            times = f"{seconds:.2f} | {seconds * given.rate / bytes:.2f} | {cpu_s:.1f}"
+            print(f"| {name} | {times} | {taken / bytes:.3f} | {most >> 20} MiB |", flush=True)
     return 0
 
 
