@@ -135,7 +135,7 @@ def test_a_tier_further_behind_than_within_is_reported_once_and_counted(
         assert ckpt.drain(deadline=SOON_S).left == ()
         assert ckpt.statistics().behind_seconds["store"] == 0
         assert ckpt.statistics().late["store"] == before + 1
-    late = [r for r in caplog.records if "within" in r.getMessage()]
+    late = [r for r in caplog.records if "flush.within" in r.getMessage()]
     assert len(late) == before + 1
     assert "store" in late[0].getMessage()
 
