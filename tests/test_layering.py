@@ -74,7 +74,7 @@ LINES = {
     ("backends",): 5_748,
     ("tiers",): 4_662,
     ("tierfall/config",): 2_066,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_080,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_082,
     ("tierfall/ops",): 4_448,
     ("tierfall/telemetry",): 1_948,
     ("tierfall/cli",): 4_352,

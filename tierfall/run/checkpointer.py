@@ -27,10 +27,7 @@ from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.load import check_device, plan_load
 from tierfall.core.load.plan import ReadPlan
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreement import finish_on_all_ranks
-from tierfall.core.restore.candidates import RestoreRequest
-from tierfall.core.restore.reshard import MakePlan, ResizeRules
-from tierfall.core.restore.restore import RestoreResult, fill_first
+from tierfall.core.restore.reshard import ResizeRules
 from tierfall.core.runtime.callbacks import check_callback
 from tierfall.core.runtime.public_calls import public_call, public_class
 from tierfall.core.state.item import resize_rules
@@ -43,7 +40,6 @@ from tierfall.core.types.view import Decision
 from tierfall.run import group_commands
 from tierfall.run.open_run import OpenRun, failed_by_exception
 from tierfall.run.saver import as_step, checked_tags
-from tierfall.run.status_writer import restore_report
 from tierfall.setup import pointer
 from tierfall.telemetry.figures import Statistics, to_metrics
 from tierfall.telemetry.journal import log_failures
@@ -220,11 +216,11 @@ class Checkpointer:
                 return planned
 
             rules = ResizeRules(rules=resize_rules(state))
-            restored = self._read(request, plan, rules, continues=only is None)
+            restored = self._opened.fill_newest(request, plan, rules, continues=only is None)
             if restored is not None:
                 self._lineage.half_filled.discard(part)
         self._opened.session.host.prepare(device_of(state))
-        return None if restored is None else self._report(restored, began)
+        return None if restored is None else self._opened.report_restored(restored, began)
 
     @log_failures("load")
     def load(
@@ -264,49 +260,11 @@ class Checkpointer:
         self._opened.prepare_restore(continues=continues)
         plan = partial(plan_load, map_location=map_location, choices=choices, whole=True)
         with self._opened.deletions_paused():
-            restored = self._read(request, plan, ResizeRules(values_of=0), continues=continues)
+            rules = ResizeRules(values_of=0)
+            restored = self._opened.fill_newest(request, plan, rules, continues=continues)
         if restored is None:
             return None
-        return self._report(restored, began), restored.plan.loaded
-
-    def _read(
-        self, request: RestoreRequest, plan: MakePlan, rules: ResizeRules, *, continues: bool
-    ) -> RestoreResult | None:
-        """Read what ``plan`` plans, on all ranks or none; if ``continues``, the lineage continues from it. Without a
-        checkpoint, saving may begin."""
-        opened, ranks = self._opened, self._session.ranks
-        request = replace(request, continues=continues)
-        fill = partial(fill_first, make_plan=plan, shard=ranks.shard, resize=rules)
-        restored = opened.read_newest(request, fill)
-        if restored is None:
-            opened.warn_of_other_runs()
-            opened.begin_anew()
-            return None
-        id = restored.checkpoint.id
-        any_saved = finish_on_all_ranks(
-            ranks,
-            restored.plan.finish,
-            id,
-            saved=self._lineage.saved_any,
-            request=request,
-            timeout_s=opened.patience_s,
-        )
-        if continues:
-            verified = restored.verified(ranks.shard)
-            opened.continue_from(restored.checkpoint, any_saved, verified=verified)
-            if request.step is None:
-                opened.report_again(id)
-            self._session.step_timer.continue_from(id.step)
-        return restored
-
-    def _report(self, restored: RestoreResult, began_s: float) -> RestoreReport:
-        seconds, rates = time.monotonic() - began_s, self._session.coordinator.rates
-        report = restore_report(restored, seconds)
-        for source in report.sources:
-            if source.rank is None:  # a lower bound: measured over the whole restore
-                read = partial(rates.note_read, source.tier, source.bytes, seconds)
-                self._session.call_soon(read)
-        return self._journal.restored(report)
+        return self._opened.report_restored(restored, began), restored.plan.loaded
 
     def begin(self) -> None:
         """Begin a run without a restore, where no tier has a checkpoint; no effect where this start may save already.

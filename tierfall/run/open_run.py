@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,10 +28,11 @@ from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import FoundDamage, ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreement import agree_to_restore, make_barrier
+from tierfall.core.restore.agreement import agree_to_restore, finish_on_all_ranks, make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.pulled_reader import PulledReader
-from tierfall.core.restore.restore import HALF_FILLED, Together
+from tierfall.core.restore.reshard import MakePlan, ResizeRules
+from tierfall.core.restore.restore import HALF_FILLED, RestoreResult, Together, fill_first
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.state.omissions import omissions, unsaved_parameters
@@ -45,12 +47,14 @@ from tierfall.launch.launcher import find_ranks
 from tierfall.run import cadence, closing, group_commands
 from tierfall.run.saver import SaveCall, Saver, SavingLineage, as_step, checked_metrics
 from tierfall.run.session import Listener, Session
+from tierfall.run.status_writer import restore_report
 from tierfall.setup.opened_tiers import OPENING, OpenedTiers
 from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
 from tierfall.setup.places import run_folder, runs_in
 from tierfall.setup.start import all_ranks_or_none, on_all_ranks, take_attempt
 from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers, tier_rules
 from tierfall.telemetry.progress import reading
+from tierfall.telemetry.reports import RestoreReport
 from tierfall.telemetry.step_timer import StepClock
 
 T = TypeVar("T")
@@ -414,6 +418,46 @@ class OpenRun:
         how = {"make_reader": self.reader, "together": self.barrier()}
         with self.showing(request.operation, tally):
             return read_first(choose_now, request, tally, **how)
+
+    def fill_newest(
+        self, request: RestoreRequest, plan: MakePlan, rules: ResizeRules, *, continues: bool
+    ) -> RestoreResult | None:
+        """Read what ``plan`` plans, on all ranks or none; if ``continues``, the lineage continues from it. Without a
+        checkpoint, saving may begin."""
+        ranks = self.session.ranks
+        request = replace(request, continues=continues)
+        fill = partial(fill_first, make_plan=plan, shard=ranks.shard, resize=rules)
+        restored = self.read_newest(request, fill)
+        if restored is None:
+            self.warn_of_other_runs()
+            self.begin_anew()
+            return None
+        id = restored.checkpoint.id
+        any_saved = finish_on_all_ranks(
+            ranks,
+            restored.plan.finish,
+            id,
+            saved=self.lineage.saved_any,
+            request=request,
+            timeout_s=self.patience_s,
+        )
+        if continues:
+            verified = restored.verified(ranks.shard)
+            self.continue_from(restored.checkpoint, any_saved, verified=verified)
+            if request.step is None:
+                self.report_again(id)
+            self.session.step_timer.continue_from(id.step)
+        return restored
+
+    def report_restored(self, restored: RestoreResult, began_s: float) -> RestoreReport:
+        """Return the report of what was read since ``began_s``, once the journal has it."""
+        seconds, rates = time.monotonic() - began_s, self.session.coordinator.rates
+        report = restore_report(restored, seconds)
+        for source in report.sources:
+            if source.rank is None:  # a lower bound: measured over the whole restore
+                read = partial(rates.note_read, source.tier, source.bytes, seconds)
+                self.session.call_soon(read)
+        return self.session.journal.restored(report)
 
     def showing(self, doing: str, tally: ReadTally) -> AbstractContextManager[None]:
         """Show the progress of what is read by a tally, one line a job: on rank 0."""
