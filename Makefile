@@ -123,7 +123,7 @@ clean:
 	@touch $@ .venv/.installed
 
 # torch and the tools come from .venv by its path; what .venv-frameworks has itself is found before them.
-.venv-frameworks/.installed: .venv/.installed-dev requirements-frameworks.txt
+.venv-frameworks/.installed: .venv/.installed-dev requirements-frameworks.txt requirements-megatron.txt
 	$(BIN)/python -m venv .venv-frameworks
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    > "$$(.venv-frameworks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"

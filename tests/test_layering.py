@@ -78,7 +78,7 @@ LINES = {
     ("tierfall/ops",): 4_448,
     ("tierfall/telemetry",): 1_948,
     ("tierfall/cli",): 4_352,
-    ("tierfall/integrations",): 2_933,
+    ("tierfall/integrations",): 3_509,
     ("tierfall/imports", "tierfall/export"): 2_753,
     ("tierfall/plan",): 1_692,
     ("tierfall/demo",): 620,
@@ -86,7 +86,15 @@ LINES = {
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 
-FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "ray", "torchtitan", "transformers"}
+FRAMEWORKS = {
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "megatron",
+    "ray",
+    "torchtitan",
+    "transformers",
+}
 MAY_USE_PRIVATE = {
     "tierfall/export/export.py": ["getattr(value, '_untyped_storage', value)"],
     "tierfall/imports/dcp_files.py": ["pickle._Unpickler"],

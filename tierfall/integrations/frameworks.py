@@ -20,23 +20,32 @@ from tierfall.config import (
     load_config,
 )
 from tierfall.core.format.catalog import merge
-from tierfall.core.types.errors import ConfigError, RanksError, StepError
+from tierfall.core.types.errors import ConfigError, RanksError, StepError, TierfallError
 from tierfall.core.types.values import CheckpointId, CopyState, Direction
 from tierfall.run.checkpointer import open_run_of
 from tierfall.setup import pointer
 
 logger = logging.getLogger("tierfall")
-_SUPPORTED = {"deepspeed": ((0, 19), 1), "lightning": ((2, 6), 3), "transformers": ((5, 18), 6)}
-"""The oldest version, and the first major version that is not supported. pyproject.toml has the same."""
+_SUPPORTED = {
+    "deepspeed": ((0, 19), (1,)),
+    "lightning": ((2, 6), (3,)),
+    "megatron-core": ((0, 16), (0, 17)),
+    "transformers": ((5, 18), (6,)),
+}
+"""The oldest version, and the first that is not supported. pyproject.toml has the same."""
 _WHOLE = frozenset({CopyState.SEALED, CopyState.COMMITTED})
 
 
 def check_version(framework: str) -> None:
     """Raise ConfigError where the installed version of a framework is not supported."""
-    installed, (oldest, end) = metadata.version(framework), _SUPPORTED[framework]
+    (oldest, end), module = _SUPPORTED[framework], framework.replace("-", ".")
+    try:
+        installed = metadata.version(framework)
+    except metadata.PackageNotFoundError:  # it runs from its source
+        installed = import_module(module).__version__
     found = re.match(r"(\d+)\.(\d+)", installed)
-    if found is None or not oldest <= (int(found[1]), int(found[2])) < (end, 0):
-        wanted = f"{framework}>={oldest[0]}.{oldest[1]},<{end}"
+    if found is None or not oldest <= (int(found[1]), int(found[2])) < end:
+        wanted = f"{framework}>={oldest[0]}.{oldest[1]},<{'.'.join(map(str, end))}"
         raise ConfigError(
             f"{framework} {installed} is installed: not supported; pip install '{wanted}'"
         )
@@ -82,8 +91,14 @@ def meet_all_ranks(ckpt: Checkpointer, call: str, *, failed: bool = False) -> No
         raise RanksError(f"{error}. Nothing was saved. {advice}") from error
 
 
-def check_on_all_ranks(ckpt: Checkpointer, call: str, check: Callable[[], None]) -> None:
-    """Make a check of what this rank sees, on all ranks. Raises ConfigError on every rank where it fails on one."""
+def check_on_all_ranks(
+    ckpt: Checkpointer,
+    call: str,
+    check: Callable[[], None],
+    kind: type[TierfallError] = ConfigError,
+) -> None:
+    """Make a check of what this rank sees, on all ranks. Raises an error of that kind on every rank where it fails on
+    one."""
     run, problem = open_run_of(ckpt), ""
     try:
         check()
@@ -93,9 +108,16 @@ def check_on_all_ranks(ckpt: Checkpointer, call: str, check: Callable[[], None])
     def decide(found: dict[int, str]) -> None:
         for rank, text in found.items():
             if text:
-                raise ConfigError(run.session.ranks.topology.name_rank(rank, text))
+                raise kind(run.session.ranks.topology.name_rank(rank, text))
 
     run.session.ranks.agree(call, problem, decide, object, timeout_s=run.patience_s)
+
+
+def on_each_node(ckpt: Checkpointer, call: str, act: Callable[[int], None]) -> None:
+    """Call a function on one rank of each node, with its number. Raises ConfigError on every rank where it fails."""
+    topology = open_run_of(ckpt).session.ranks.topology
+    is_first = topology.local_ranks[0] == topology.rank
+    check_on_all_ranks(ckpt, call, lambda: act(topology.rank) if is_first else None)
 
 
 def newest_first(ckpt: Checkpointer, report: RestoreReport) -> Iterator[dict[str, int]]:
