@@ -337,7 +337,7 @@ class Program:
         victim: int = 0,
         mixed: bool = False,
     ) -> Any:
-        """Train to ``steps``, saving every fourth, from what the run has; wait after the step ``waits_at`` for a kill."""
+        """Train to ``steps``, saving every fourth, from what the run has; wait after ``waits_at`` for a kill."""
         training, folder = Training(tp, pp, mixed=mixed), self.folder / "checkpoints"
         with self.open() as ckpt:
             save, load, queue = TierSaveStrategy(ckpt), TierLoadStrategy(ckpt), AsyncCallsQueue()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.job import Job
 from tests.integrations.frameworks.test_megatron import (  # noqa: F401
     IMPORTS,
     Start,
