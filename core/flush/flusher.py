@@ -177,10 +177,8 @@ class Flusher(Component):
             # other processes may free room on the disk, or have unpinned a checkpoint
             lane.not_before_s = now_s + self._ledger.longest_wait_s
             self._planner.deleter.schedule_plan(lane.tier)
-        if self._ledger.many_ranks:  # they do not wait for one of them
-            self._messages.report_copy_failed(lane.tier, entry.id, error)
-        else:
-            self._report_failing(lane.tier, entry, error)
+        again = f"It is tried again when room is made, and every {self._ledger.longest_wait_s:g} s"
+        self._report_failing(lane.tier, entry, CapacityError(f"{error}. {again}"))
 
     def _on_full_elsewhere(self, tier: str, id: CheckpointId, message: FullTier, rank: int) -> None:
         """Make room for a copy that another rank found none for; for rank 0."""
@@ -194,7 +192,9 @@ class Flusher(Component):
         decision = self._try_admit(lane, entry)
         lane.disk_full = own_is_full and lane.disk_full
         if decision.error is not None:
-            self._messages.report_copy_failed(tier, id, decision.error)
+            # To wait would be in vain if later copies, of which ranks have written a part, occupy its room.
+            given_up = CapacityError(f"{decision.error}. All ranks give it up there")
+            self._messages.report_copy_failed(tier, id, given_up)
 
     def _on_deleted_elsewhere(self, tier: str, id: CheckpointId, message: DeletedCopy) -> None:
         """Rank 0 deletes a copy: delete what this node has of it, if only its leader can. A copy that found no room
@@ -751,9 +751,6 @@ class Flusher(Component):
         return bool(decisions)
 
     def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
-        then = f"it is tried again when room is made, and every {self._ledger.longest_wait_s:g} s"
-        if self._ledger.many_ranks:
-            then = "all ranks give it up there"
         found = f"there is room for {format_size(free)}"
         if lane.disk_full:
             why = self._full[lane.tier]
@@ -766,7 +763,7 @@ class Flusher(Component):
             kept = f" Damaged, and not deleted without a command: {named}."
         return CapacityError(
             f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "
-            f"deleted there; {then}.{kept} Raise the capacity, keep fewer checkpoints (retain), unpin some, free "
+            f"deleted there.{kept} Raise the capacity, keep fewer checkpoints (retain), unpin some, free "
             "the disk, or remove one ('tierfall rm ID')"
         )
 

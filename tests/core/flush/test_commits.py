@@ -9,11 +9,12 @@ import pytest
 from tests.faults import Fault, FaultKind, Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import Rank
-from tests.simulation.world import file_rules
+from tests.simulation.world import IMAGE, file_rules
 from tierfall.core.flush.messages import SaveFailure
 from tierfall.core.flush.tasks import CommitCopy, FinishCopy, Task
 from tierfall.core.types.errors import (
     BackendError,
+    CapacityError,
     CaptureError,
     FlushError,
     StorageFullError,
@@ -60,15 +61,14 @@ def folder_is_empty(run: Many, tier: str) -> bool:
 
 
 def test_a_tier_that_was_given_up_before_a_rank_came_to_save_is_given_up_there_too() -> None:
-    run = world(tiers=SHARED_TIER)
+    run = Many((0, 1), [file_rules(SHARED_TIER, shared=True, capacity_bytes=IMAGE)])
     fast, slow = run.ranks
-    fast.troubles[SHARED_TIER].strike(failing(Operation.WRITE, StorageFullError))
     fast.save(1)
     run.settle(limit_s=1.0)
-    assert isinstance(fast.handles[CheckpointId(1, 1)].exception(), FlushError)
+    assert isinstance(fast.handles[CheckpointId(1, 1)].exception(), CapacityError)
     handle = slow.save(1)
     run.settle()
-    with pytest.raises(FlushError, match=r"rank 0: .* the disk is full"):
+    with pytest.raises(FlushError, match=r"rank 0: .* it is left out"):
         handle.wait(SHARED_TIER, timeout=0)
     assert not any(rank.coordinator.busy() for rank in run.ranks)
     assert folder_is_empty(run, SHARED_TIER)

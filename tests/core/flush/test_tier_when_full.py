@@ -14,7 +14,13 @@ from tests.simulation.rank import Rank
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
 from tierfall.core.flush.tasks import DeleteCopy, KeptFreeError, Task
-from tierfall.core.types.errors import CapacityError, FlushError, StorageFullError
+from tierfall.core.types.errors import (
+    CapacityError,
+    FlushError,
+    StorageFullError,
+    TierfallError,
+    UnreachableError,
+)
 from tierfall.core.types.values import WhenFull
 
 COPY_S = 10.0
@@ -217,6 +223,31 @@ def test_rank_0_is_asked_again_soon_if_it_was_deleting_when_it_was_asked_for_roo
 
     run.settle(after_each=look)
     assert there_s[0] < 20
+
+
+@pytest.mark.parametrize("node_of", [(0,), (0, 1)])
+def test_a_copy_waits_on_all_ranks_until_a_slower_tier_has_what_it_is_owed(
+    node_of: tuple[int, ...],
+) -> None:
+    nvme = file_rules(NODE_TIER, capacity_bytes=IMAGE * 5 // 2)
+    run = Many(node_of, [nvme, file_rules(SHARED_TIER, shared=True)], memory_images=1)
+    for rank in run.ranks:
+        rank.troubles[SHARED_TIER].strike(failing(Operation.CREATE, UnreachableError))
+    for step in (1, 2, 3):
+        handles = [rank.save(step) for rank in run.ranks]
+        run.settle(limit_s=100.0)
+    assert {id.step for id in run.committed(NODE_TIER)} == {1, 2}
+    for handle in handles:
+        with pytest.raises(TierfallError, match="nothing more may be deleted there"):
+            handle.wait(NODE_TIER, timeout=0)
+    for rank in run.ranks:
+        rank.troubles[SHARED_TIER].stop()
+    run.settle()
+    assert 3 in {id.step for id in run.committed(NODE_TIER)}
+    assert {id.step for id in run.committed(SHARED_TIER)} == {1, 2, 3}
+    for rank in run.ranks:
+        assert not rank.coordinator.busy()
+        assert not rank.coordinator.ledger.failing
 
 
 def test_a_copy_that_no_room_can_be_made_for_on_another_node_is_given_up_by_all() -> None:
