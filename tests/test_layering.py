@@ -63,7 +63,7 @@ LINES = {
     ("core/types",): 2_062,
     ("core/format",): 1_355,
     ("core/state", "core/tensors"): 3_743,
-    ("core/image",): 2_552,
+    ("core/image",): 2_555,
     ("core/runtime",): 2_139,
     ("core/ranks",): 2_207,
     ("core/capture", "core/sampling"): 3_964,

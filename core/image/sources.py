@@ -43,8 +43,11 @@ class TensorSources:
     def __init__(self, view: StateView, segmentation: Segmentation) -> None:
         lazy, self._tensors = segmentation.lazy, view.sources
         if segmentation.on_devices:
-            # An alias keeps the memory until the device has read it: a training may replace ``.data`` at any time.
-            self._tensors = [*map(torch.Tensor.detach, view.sources)]
+            # An alias keeps the memory until the device has read it: a training may replace ``.data`` at any time. In
+            # host memory that is seen by the address, since samples may miss what is written to the old memory.
+            self._tensors = view.sources.copy()
+            for index in segmentation.on_devices:
+                self._tensors[index] = self._tensors[index].detach()
         self._is_plain = segmentation.is_plain
         self._names = view.names
         self._trails = view.trails

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,11 +20,13 @@ from tests.core.capture.lazy_help import (
     saved,
     warmed_up,
 )
-from tests.core.fake_device import FakePlaces, FakeStream, OnDevice
+from tests.core.fake_device import THERE, FakePlaces, FakeStream, OnDevice
 from tests.steps import wait_until
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.capture.spill import DeviceSlab
+from tierfall.core.image.segments import HOST
 from tierfall.core.runtime.memory_copies import MemoryCopies
+from tierfall.core.sampling.ranges import RangeDigests
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import SaveOutcome
 from tierfall.run import saver
@@ -204,6 +206,36 @@ def test_what_replaces_the_data_of_a_tensor_is_not_captured(
         trainer.step()
         lazy_save(ckpt, trainer, 3).wait(timeout=PATIENCE_S)
     assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_what_replaces_the_data_of_a_tensor_in_host_memory_beside_a_device_fails_the_save(
+    make_config: MakeConfig, places: FakePlaces, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples alone would miss one element that is written to the old data then."""
+    trainer = Trainer()
+    trainer.model.append(torch.nn.Linear(300, 1000, bias=False))
+    trainer.model.forward = trainer.model[:2].forward  # type: ignore[method-assign]
+    weight = trainer.model[2].weight
+    weight.grad = torch.zeros_like(weight)
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.1)
+    trainer.state["optimizer"] = trainer.optimizer
+
+    def places_of(sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        return tuple(HOST if s.shape == weight.shape else THERE for s in sources)
+
+    monkeypatch.setattr(places, "places_of", places_of)
+    monkeypatch.setattr(RangeDigests, "digest", lambda *given: {})  # it is the turn of other ranges
+    with tierfall.open(make_config(host={"capacity": "16MiB"})) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        moment = trainer.optimizer.state[weight]["exp_avg"]
+        data = moment.data
+        moment.data = data.clone()
+        data.view(-1)[123_457] = 7.0
+        held.free.set()
+        with pytest.raises(CaptureError, match="was changed"):
+            handle.wait(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("into", ["host", "slab"])
