@@ -143,10 +143,13 @@ def merge_headers(
     own: int | None,
     rank: int = 0,
     rules: Mapping[str, OnResize] | None = None,
+    of_state: bool = False,
 ) -> MergedHeader:
     """Merge the headers of all ranks. ``own`` is the rank that has precedence where they differ. Without one, ``rules``
-    are the ``on_resize`` rules by name, applied for ``rank``."""
-    return _Merger(headers, own, rank, (rules or {}) if own is None else {}).merge(what)
+    are the ``on_resize`` rules by name, applied for ``rank``. ``of_state``: the state of ``own`` is to be restored; into
+    a mapping in which some rank had no tensors come, of other ranks, sharded tensors alone."""
+    merger = _Merger(headers, own, rank, (rules or {}) if own is None else {}, of_state)
+    return merger.merge(what)
 
 
 def _names_of(header: ImageHeader) -> Sequence[str]:
@@ -187,8 +190,10 @@ class _Merger:
         own: int | None,
         rank: int,
         rules: Mapping[str, OnResize],
+        of_state: bool,
     ) -> None:
         self._headers = headers
+        self._of_state = of_state
         self._rank = rank
         self._rules = rules
         self._source_rank: dict[int, int] = {}
@@ -341,6 +346,9 @@ class _Merger:
         # A rank without a block of a tensor does not know its kind; others do.
         nodes = {r: n for r, n in nodes.items() if not isinstance(n, PiecesNode)} or nodes
         if any(isinstance(node, MapNode) for node in nodes.values()):
+            if self._of_state and self._own in nodes and len({*map(type, nodes.values())}) > 1:
+                others = {r: self._sharded(r, n) for r, n in nodes.items() if r != self._own}
+                nodes = {self._own: nodes[self._own], **others}
             nodes = {rank: self._opened(rank, node) for rank, node in nodes.items()}
         kinds = {type(node) for node in nodes.values()}
         if kinds == {PiecesNode}:
@@ -354,6 +362,14 @@ class _Merger:
             return self._same_kind(nodes, name, top)
         except _Conflict as conflict:
             return ConflictNode(str(conflict))
+
+    def _sharded(self, rank: int, node: Node) -> Node:
+        """Of a mapping the entries with sharded tensors."""
+        entries = node.entries if isinstance(node, MapNode) else ()
+        tensors = self._headers[rank].tensors
+        return MapNode(
+            "dict", tuple(e for e in entries if any(tensors[at].piece for at in positions_of(e[1])))
+        )
 
     def _opened(self, rank: int, node: Node) -> Node:
         """A mapping of plain values entry by entry, since other ranks have tensors in it."""

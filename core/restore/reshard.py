@@ -45,9 +45,10 @@ MakePlan = Callable[[ImageHeader], ReadPlan]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeRules:
     """How entries that other ranks saved are restored: by ``rules``, by name; or with the values of one rank, if
-    ``values_of`` names it."""
+    ``values_of`` names it. ``of_state``: as ``merge_headers`` has it."""
 
     values_of: int | None = None
+    of_state: bool = False
     rules: Mapping[str, OnResize] = field(default_factory=dict)
 
 
@@ -96,7 +97,7 @@ def _in_another_layout(
 ) -> tuple[ReadPlan, Callable[[], None]]:
     """Plan with the images of all ranks, as this rank's own does not fit its state (``error``). If they cannot be read,
     ``error`` is raised, unless the image holds shards of tensors, of which another layout needs the others."""
-    own = ResizeRules(values_of=shard.rank)
+    own = ResizeRules(values_of=shard.rank, of_state=True)
     try:
         return _reshard(parts, make_plan, shard.rank, own)
     except PASSABLE as unread:
@@ -119,7 +120,14 @@ def merge_images(parts: CheckpointReader, rank: int, resize: ResizeRules) -> Mer
     headers = parts.headers(range(parts.world_size))
     of = f" of {parts.world_size} ranks" if parts.world_size > 1 else ""
     what = f"{parts.checkpoint.id}{of}"
-    return merge_headers(headers, what=what, own=resize.values_of, rank=rank, rules=resize.rules)
+    return merge_headers(
+        headers,
+        what=what,
+        own=resize.values_of,
+        rank=rank,
+        rules=resize.rules,
+        of_state=resize.of_state,
+    )
 
 
 def plan_reads(

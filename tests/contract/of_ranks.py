@@ -634,6 +634,21 @@ def blocks_that_train(rank: int, folder: str, steps: int, by_dcp: bool) -> Any:
         return ckpt.statistics().lazy_saves
 
 
+def values_beside_blocks(rank: int, folder: str) -> bool:
+    """Save mappings in which some ranks have tensors, and restore them while a tensor gets another layout."""
+
+    def state(layout: str, value: int) -> dict[str, Any]:
+        some = {"rank": value, "t": torch.full((3,), float(value))}, {"rank": value, "mine": 7}
+        return blocks_of(layout, rank, 4, WHOLE) | {"x": some[rank > 0], "y": some[rank == 0]}
+
+    with tierfall.open(config(folder)) as ckpt:
+        ckpt.save(1, state("rows", rank), block=True)
+        found = state("columns", -1)
+        ckpt.restore(found)
+    expected = state("columns", rank)
+    return all(equal(found[name], expected[name]) for name in ("x", "y"))
+
+
 # Values, when the number of ranks changes ---------------------------------------------------------------
 
 

@@ -497,6 +497,10 @@ def test_blocks_come_back_in_any_layout(
         assert [found[rank] for rank in members] == [True] * len(members), layout
 
 
+def test_another_layout_brings_no_values_of_other_ranks(four: Crew, folder: str) -> None:
+    assert four.run(of_ranks.values_beside_blocks, folder=folder) == [True] * 4
+
+
 @pytest.mark.parametrize(("layout", "why"), [("gap", "incomplete"), ("overlap", "overlap")])
 def test_blocks_that_are_no_whole_come_back_to_their_ranks_alone(
     four: Crew, folder: str, tmp_path: Path, layout: str, why: str
