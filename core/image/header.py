@@ -130,6 +130,11 @@ class ImageHeader:
         return frozenset(rank for stored in self.tensors for rank in stored.writers)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether no tensor of it is only a block of one."""
+        return self.complete and all(t.shape == t.whole_shape for t in self.tensors)
+
+    @property
     def own_parts(self) -> frozenset[int]:
         """The positions of this image's parts of divided tensors, to which the tree does not refer."""
         divided = [stored for stored in self.tensors if stored.parts]

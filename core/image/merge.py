@@ -146,8 +146,8 @@ def merge_headers(
     of_state: bool = False,
 ) -> MergedHeader:
     """Merge the headers of all ranks. ``own`` is the rank that has precedence where they differ. Without one, ``rules``
-    are the ``on_resize`` rules by name, applied for ``rank``. ``of_state``: the state of ``own`` is to be restored; into
-    a mapping in which some rank had no tensors come, of other ranks, sharded tensors alone."""
+    are the ``on_resize`` rules by name, applied for ``rank``. ``of_state``: the state of ``own`` is to be restored. A
+    mapping in which some rank had no tensors gets sharded tensors of other ranks, and nothing else of them."""
     merger = _Merger(headers, own, rank, (rules or {}) if own is None else {}, of_state)
     return merger.merge(what)
 
@@ -180,7 +180,7 @@ def _own_blobs(coded: Coded, blobs: Sequence[int], found: list[int]) -> Coded:
 
 
 class _Conflict(Exception):
-    """Ranks differ; the message describes how."""
+    """Ranks differ; the arguments are those of ``ConflictNode``."""
 
 
 class _Merger:
@@ -326,12 +326,13 @@ class _Merger:
         blocks = {stored.piece: rank for rank, stored in found if stored.piece is not None}
         if overlap := find_overlap([*blocks]):
             one, other = (f"{piece} on rank {blocks[piece]}" for piece in overlap)
-            raise _Conflict(f"has blocks that overlap: {one}, and {other}")
+            raise _Conflict(f"has blocks that overlap: {one}, and {other}", True)
         elements = sum(math.prod(piece.lengths) for piece in blocks)
         if first.piece is not None and elements != math.prod(whole):
             raise _Conflict(
                 "is incomplete: the blocks of the ranks do not add up to the whole tensor, but to "
-                f"{elements} of its {math.prod(whole)} elements"
+                f"{elements} of its {math.prod(whole)} elements",
+                True,
             )
 
     # ---- the tree
@@ -361,7 +362,7 @@ class _Merger:
         try:
             return self._same_kind(nodes, name, top)
         except _Conflict as conflict:
-            return ConflictNode(str(conflict))
+            return ConflictNode(*conflict.args)
 
     def _sharded(self, rank: int, node: Node) -> Node:
         """Of a mapping the entries with sharded tensors."""
@@ -454,7 +455,7 @@ class _Merger:
         merged = self._node(nodes, _INSIDE)
         for node in walk(merged):
             if isinstance(node, ConflictNode):
-                raise _Conflict(node.reason)
+                raise _Conflict(node.reason, node.in_blocks)
         return merged
 
     def _union(

@@ -195,9 +195,11 @@ class PiecesNode(Node):
 
 @dataclass(frozen=True, slots=True)
 class ConflictNode(Node):
-    """An entry in which the saving ranks differ; occurs only in merged headers."""
+    """An entry in which the saving ranks differ; occurs only in merged headers. ``in_blocks``: their blocks of a tensor
+    are no whole one, which only these ranks can restore."""
 
     reason: str
+    in_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,13 @@ class Builder:
             case ConflictNode():
                 raise RestoreError(f"{what}: {node.reason}")
             case PiecesNode():
-                raise RestoreError(f"{what}: its bytes are in the images of other ranks")
+                is_nowhere, elsewhere = (
+                    self.header.merged,
+                    "its bytes are in the images of other ranks",
+                )
+                raise RestoreError(
+                    f"{what}: {'no rank has a block of it' if is_nowhere else elsewhere}"
+                )
             case ValueNode():
                 for position in node.blobs:
                     self.flat(position, CPU)

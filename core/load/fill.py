@@ -540,10 +540,14 @@ class _Filler:
         if isinstance(node, MapNode) and is_stateful(live):
             self._refuse_dict(live, name)
         elif isinstance(node, ConflictNode):
+            other = (
+                "the ranks that saved it restore it into the same blocks"
+                if node.in_blocks
+                else "for another number of ranks, tierfall.item(..., on_resize='per_rank', 'replicate' or 'drop') "
+                "around it says what each rank gets"
+            )
             self.report.refuses(
-                name,
-                f"{node.reason}; for another number of ranks, tierfall.item(..., on_resize='per_rank', 'replicate' or "
-                f"'drop') around it says what each rank gets; skip=[{name!r}] leaves it unchanged",
+                name, f"{node.reason}; {other}; skip=[{name!r}] leaves it unchanged"
             )
         elif live is None and not isinstance(node, RandomNode):
             self.work.absent(node, name)  # no object is made

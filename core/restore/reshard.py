@@ -61,6 +61,8 @@ def plan_reads_of_rank(
     """
     if parts.world_size == shard.world_size:
         header = parts.header(shard.rank)
+        if shard.world_size == 1 and resize.values_of is not None and not header.is_whole:
+            return _reshard(parts, make_plan, shard.rank, resize)
         writers = parts.headers(header.writers)
         located = locate(header, writers, shard.rank)
         try:

@@ -103,7 +103,7 @@ def test_resize_fills_what_both_wholes_have(place: Place) -> None:
         (WHOLE, block(UPPER.clone(), shape=(5, 6)), r"\(4, 6\).*\(5, 6\)"),
         (WHOLE, block(UPPER.half()), "float16"),
         (3, block(UPPER.clone()), "plain value.*blocks of a tensor"),
-        (block(UPPER), torch.zeros(4, 6), "12 of its 24 elements"),
+        (block(UPPER), torch.zeros(4, 6), "12 of its 24 elements; .*same blocks; skip="),
         (block([], []), block(UPPER.clone()), "none in the checkpoint"),
     ],
 )
@@ -112,6 +112,18 @@ def test_a_block_that_the_checkpoint_lacks_is_named(
 ) -> None:
     with pytest.raises(RestoreError, match=f"(?s)w: .*{why}"):
         restored(place, saved, live)
+
+
+def test_a_part_of_a_tensor_is_never_loaded_as_the_whole(place: Place) -> None:
+    with tierfall.open(place.config()) as ckpt:
+        ckpt.save(1, {"w": block(LOWER, (2, 0)), "v": UPPER}, block=True)
+    with pytest.raises(RestoreError, match=r"w: .*12 of its 24 elements"):
+        tierfall.load(place.config())
+    assert torch.equal(tierfall.load(place.config(), only=["v"])["v"], UPPER)
+    with tierfall.open_tensors(place.config()) as found:
+        assert torch.equal(found["v"], UPPER)
+        with pytest.raises(RestoreError, match="w is incomplete"):
+            found.slice("w")
 
 
 def test_memory_that_is_two_blocks_of_other_values_is_refused(place: Place) -> None:

@@ -233,7 +233,7 @@ class OpenCheckpoint:
         if shard.world_size != parts.world_size:
             return merge_images(parts, 0, ResizeRules(values_of=0))
         header = parts.header(shard.rank)
-        if not header.complete:
+        if not (header.is_whole if shard.world_size == 1 else header.complete):
             return merge_images(parts, shard.rank, ResizeRules(values_of=shard.rank))
         return locate(header, parts.headers(header.writers), shard.rank)
 
