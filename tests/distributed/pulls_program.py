@@ -179,10 +179,9 @@ def slow_down(tier: str, clock: Path, bytes_per_s: float) -> None:
 
 
 def _break(how: str) -> None:
-    if how == "dies":
-        killing.at(PullNetwork, "_load", 3, killing.kill_self)
-    if how == "stops":
-        killing.at(PullNetwork, "_load", 3, killing.stop_self)
+    if how in ("dies", "stops"):
+        act = killing.kill_self if how == "dies" else killing.stop_self
+        killing.at(PullNetwork, "_load", 3, act, fits=lambda net, by, chunk, *_: chunk[1] > 0)
     if how == "raises":
         killing.at(ChunkReader, "read_from", 3, _raise)
 
