@@ -177,6 +177,10 @@ class Flusher(Component):
             # other processes may free room on the disk, or have unpinned a checkpoint
             lane.not_before_s = now_s + self._ledger.longest_wait_s
             self._planner.deleter.schedule_plan(lane.tier)
+        if lane.tier in self._ledger.peer_tiers:  # the next image takes the place of this one
+            given_up = CapacityError(f"{error}. All ranks give it up there")
+            self._messages.report_copy_failed(lane.tier, entry.id, given_up)
+            return
         again = f"It is tried again when room is made, and every {self._ledger.longest_wait_s:g} s"
         self._report_failing(lane.tier, entry, CapacityError(f"{error}. {again}"))
 
