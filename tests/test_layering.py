@@ -67,7 +67,7 @@ LINES = {
     ("core/runtime",): 2_139,
     ("core/ranks",): 2_207,
     ("core/capture", "core/sampling"): 3_964,
-    ("core/restore", "core/load", "core/copies"): 7_577,
+    ("core/restore", "core/load", "core/copies"): 7_578,
     ("core/compression",): 360,
     ("core/flush",): 7_276,
     ("policies",): 2_259,

@@ -126,17 +126,17 @@ class PulledReader(CheckpointReader):
         self._groups = self._agree(step).groups
         self._items = assign.assign(self._groups, self._holders)
         self.touched = True
-        parts = {image: self.part(image, those) for image, those in fills.items()}
-        wanted = [(image, index) for image, indexes in needs.items() for index in indexes]
-        if not self._groups:
-            self.read(parts, wanted)
-            return
         try:
+            parts = {image: self.part(image, those) for image, those in fills.items()}
+            wanted = [(image, index) for image, indexes in needs.items() for index in indexes]
+            if not self._groups:
+                self.read(parts, wanted)
+                return
             ahead = threading.Thread(target=self._read_ahead, args=(self._expect(),), daemon=True)
-            ahead.start()
-        except RuntimeError:  # at the limit of threads: chunks are read when asked for
-            self._pool.close()
-        try:
+            try:
+                ahead.start()
+            except RuntimeError:  # at the limit of threads: chunks are read when asked for
+                self._pool.close()
             order = self._as_they_arrive(wanted)
             self.read(parts, wanted, threads_max=2 * READ_THREADS, order=order)
         except BaseException:

@@ -2,7 +2,7 @@
 
 A pull names the image, the chunk with its digest, and its *source*: the rank that reads it from its tiers; its
 connection is of one checkpoint of one attempt. Whoever is asked loads the chunk once, keeps it in a bounded pool until
-all ranks that were assigned it have taken it, and says every second that it still loads. It announces to those ranks
+all ranks that were assigned it have taken it, and says meanwhile that it still loads. It announces to those ranks
 what it has for them: they ask for what is there, in the order in which it arrives. Within a node no port is
 opened, and a chunk is handed over as a file in memory. A pull from which nothing comes is an error like that of a tier
 that does not answer.
@@ -48,7 +48,8 @@ AHEAD_BYTES, AHEAD_CHUNKS_MIN = 32 << 20, 2
 POOL_BYTES, POOL_CHUNKS_MIN = 128 << 20, 4
 """The most that a rank keeps for others, in bytes, and how many chunks it may keep however large they are. A chunk that
 goes before all have taken it is read again."""
-ALIVE_S = 1.0
+ALIVE_S = WAKE_S / 2
+"""Between two signs of life: whoever waits for one looks for it for `WAKE_S` at least, however short `max_wait` is."""
 CLOSE_S = 1.0
 GONE: Chunk = (-2, 0)
 """In place of a chunk: rank 0 is told that a rank is gone."""
@@ -181,8 +182,8 @@ class ChunkPool:
             return not self._closed
 
     def arrivals(self, rank: int) -> Iterator[list[Chunk]]:
-        """Yield the chunks that ``rank`` is expected to take, as they are loaded, or could not be; none, every second.
-        This ends once chunks are loaded only if they are asked for."""
+        """Yield the chunks that ``rank`` is expected to take, as they are loaded, or could not be; none, while it
+        waits for the next. This ends once chunks are loaded only if they are asked for."""
         at = 0
         while not self._closed:
             with self._changed:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from pulls_help import Job, part
 from restore_help import DictImage, flip, start_of
-from several_help import network, on_all
+from several_help import PATIENCE_S, network, on_all
 
 from tierfall.core.copies.images import READ_THREADS
 from tierfall.core.ranks.wire import Connection, WireError
 from tierfall.core.restore import pulls
+from tierfall.core.restore.pulled_reader import PulledReader
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -433,3 +434,44 @@ def test_the_next_node_is_asked_after_this_rank_has_failed_too() -> None:
             peer.state = {"w0": torch.zeros(ELEMENTS), "epoch": 0, "rng": None}
         assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
         assert hold(job, 5)
+
+
+def test_a_rank_that_fails_before_it_reads_keeps_nobody_waiting_for_its_chunks(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others get what they ask it for, and fail with it."""
+    put_shares(job, 5)
+    want_all(job)
+    make_part = PulledReader.part
+
+    def part_of(self: PulledReader, rank: int, fills: Any) -> Any:
+        if self.ranks.shard.rank == 1:
+            raise MemoryError("no more")
+        return make_part(self, rank, fills)
+
+    monkeypatch.setattr(PulledReader, "part", part_of)
+    began = time.monotonic()
+    outcomes = restored(job)
+    assert time.monotonic() - began < PATIENCE_S / 2
+    assert all("no more" in str(outcome) for outcome in outcomes)
+
+
+def test_a_rank_that_reads_slowly_is_not_taken_for_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each chunk takes longer than a rank may be silent."""
+    read_now = DictImage.read
+
+    def read(self: DictImage, manifest: Any, index: int, *args: Any, **more: Any) -> memoryview:
+        time.sleep(2.5 if index else 0)
+        return read_now(self, manifest, index, *args, **more)
+
+    monkeypatch.setattr(DictImage, "read", read)
+    with network("abcd") as joined:
+        job = Job.of(joined, max_wait_s=2.0)
+        for peer in job.peers:
+            peer.put("store", part(5, 0, 1, {"w0": share(5, 0)["w0"]}))
+            peer.state = {"w0": torch.zeros(ELEMENTS), "epoch": 0, "rng": None}
+        assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+        assert hold(job, 5)
+    assert "does not send" not in caplog.text
