@@ -140,7 +140,7 @@ def load(
         raise ConfigError(
             "load: cache is for one process, and group reads each byte once for all: leave one out"
         )
-    how = _How(choices, device, kept, group, share)
+    how = _How(choices, device, kept, group, bool(share))
     return _at_source(config_or_path, request, partial(_load_config, how=how))
 
 

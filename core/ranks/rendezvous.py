@@ -48,6 +48,10 @@ ANSWER_S = 5.0
 _LOCALHOST = "127.0.0.1"
 _FIRST_PAUSE_S = 0.002
 
+_met: dict[tuple[str, int], str] = {}
+"""By key and rank, the published address by which it met the others last. It meets them again by another one: the store
+there may be closing, and a connection to it would be held."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
@@ -204,8 +208,9 @@ def _find_rank_0(place: RankPlacement, bootstrap: Store, key: str, timeout_s: fl
     tried = ""
     pause = _FIRST_PAUSE_S
     while time.monotonic() < deadline:
-        if bootstrap.check([key]):
-            joining = _JoiningRank(place, bootstrap, key, process, deadline)
+        published = bootstrap.get(key).decode() if bootstrap.check([key]) else None
+        if published not in (None, _met.get((key, place.rank))):
+            joining = _JoiningRank(place, bootstrap, key, published, process, deadline)
             found = joining.try_join()
             if found is not None:
                 return found
@@ -220,13 +225,19 @@ class _JoiningRank:
     """One attempt of a rank to join by the address published under ``key``."""
 
     def __init__(
-        self, place: RankPlacement, bootstrap: Store, key: str, process: str, deadline: float
+        self,
+        place: RankPlacement,
+        bootstrap: Store,
+        key: str,
+        published: str,
+        process: str,
+        deadline: float,
     ) -> None:
         self._place = place
         self._bootstrap = bootstrap
         self._key = key
-        self._published = bootstrap.get(key)
-        address = _StoreAddress.from_json(json.loads(self._published), rank=0)
+        self._published = published
+        address = _StoreAddress.from_json(json.loads(published), rank=0)
         self._name, self.host, self.port = address.name, address.host, address.port
         self._registration = _encode(
             _Registration(
@@ -249,7 +260,7 @@ class _JoiningRank:
                 if self._is_accepted:
                     continue
                 late = time.monotonic() >= self._deadline + STORE_S
-                if late or self._bootstrap.get(self._key) != self._published:
+                if late or self._bootstrap.get(self._key).decode() != self._published:
                     self._has_given_up = True
                     return None
             return entering.result()
@@ -266,6 +277,7 @@ class _JoiningRank:
             if not self._wait_for(store, key):
                 return None
             answer = _Acceptance.from_json(json.loads(store.get(key)), rank=0)
+            _met[self._key, self._place.rank] = self._published
             if answer.error is not None:
                 sign_off(store, self._name)
         except (OSError, RuntimeError) as error:  # an earlier start, or none yet

@@ -74,7 +74,7 @@ _counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
 def count_load(group: object) -> None:
     """Count a load of this process with a group."""
-    if group is True or "distributed" in type(group).__module__:
+    if group is True or isinstance(group, torch.distributed.ProcessGroup):
         _counts[_counted_by(group)] = _counts.get(_counted_by(group), 0) + 1
 
 
@@ -90,11 +90,10 @@ def check_group(group: object, *, share: object, device: torch.device) -> None:
     """Raise ConfigError for arguments of ``load`` that do not go together."""
     if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError("load: this process is not in the group that it was given")
-    kind = type(group)
-    if kind not in (bool, type(None)) and "distributed" not in kind.__module__:
+    if not isinstance(group, bool | None | torch.distributed.ProcessGroup):
         raise ConfigError(
-            f"load: group is {with_article(kind.__name__)}; expected True (the ranks of torch.distributed, torchrun or "
-            "srun), or a group of torch.distributed"
+            f"load: group is {with_article(type(group).__name__)}; expected True (the ranks of torch.distributed, "
+            "torchrun or srun), or a group of torch.distributed, such as mesh.get_group()"
         )
     if share and not group:
         raise ConfigError("load: share=True is for the ranks of a node: pass group=True too")

@@ -88,6 +88,24 @@ def test_ranks_meet_agree_and_leave_nothing_behind_again_and_again(ranks: list[P
     see_gone(ranks)
 
 
+def test_ranks_that_meet_again_do_not_connect_to_the_store_of_the_time_before(
+    bootstrap: TCPStore, ranks: list[Process]
+) -> None:
+    """It may be closing: a connection to it would be held."""
+    meet(ranks)
+    assert all_do(ranks, "close", PATIENCE_S) == [None] * 4
+    port = json.loads(bootstrap.get(ADDRESS))["port"]
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        listening.setblocking(False)
+        for rank in ranks[1:]:
+            rank.ask("join", PATIENCE_S)
+        time.sleep(0.3)
+        ranks[0].ask("join", PATIENCE_S)
+        assert [rank.result() for rank in ranks] == [((0, 2), (1, 3))] * 4
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+
+
 def test_a_door_where_this_rank_was_before_is_not_taken_for_a_new_one(
     ranks: list[Process], make_rank: MakeRank
 ) -> None:
