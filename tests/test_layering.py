@@ -78,7 +78,7 @@ LINES = {
     ("tierfall/ops",): 4_447,
     ("tierfall/telemetry",): 1_948,
     ("tierfall/cli",): 4_352,
-    ("tierfall/integrations",): 3_509,
+    ("tierfall/integrations",): 3_520,
     ("tierfall/imports", "tierfall/export"): 2_753,
     ("tierfall/plan",): 1_692,
     ("tierfall/demo",): 620,

@@ -91,10 +91,10 @@ class TierSaveStrategy(base.AsyncSaveShardedStrategy):  # type: ignore[misc]
     """Saves through a Checkpointer: ``dist_checkpointing.save(state, folder, TierSaveStrategy(ckpt))``.
 
     All ranks save, by one strategy for all saves. Parameters, and the tensors of optimizers, are captured lazily,
-    before the next step of a torch optimizer; all else before ``save`` returns. The save ends once all ranks' images
-    are in host memory: an asynchronous one returns a request whose finalization waits for that, and starts no process.
-    ``handle`` is the SaveHandle of the last save, which can wait for a tier. Raises CaptureError on all ranks if one
-    could not capture its part.
+    before the next step of a torch optimizer; all else before ``save`` returns. A save ends once all ranks' images are
+    in host memory. An asynchronous one starts no process, and the finalization of its request does not wait for the
+    capture. ``handle`` is the SaveHandle of the last save, which can. Raises CaptureError on all ranks if one could not
+    capture its part; the finalization, if one could not begin to.
     """
 
     def __init__(self, ckpt: Checkpointer) -> None:
@@ -110,7 +110,18 @@ class TierSaveStrategy(base.AsyncSaveShardedStrategy):  # type: ignore[misc]
         return True
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> async_utils.AsyncRequest:
-        """Begin the capture, and return a request that waits for its end on all ranks."""
+        """Begin the capture, and return a request whose finalization raises on all ranks if one could not."""
+        return async_utils.AsyncRequest(None, (), [self._begin(sharded_state_dict, checkpoint_dir)])
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """Save, and wait until all ranks' images are in host memory."""
+        self._begin(sharded_state_dict, checkpoint_dir, waits=True)()
+
+    def _begin(
+        self, sharded_state_dict: Any, checkpoint_dir: Any, *, waits: bool = False
+    ) -> Callable[[], None]:
+        """Begin the capture. Return a function that raises on all ranks if one could not; if it ``waits``, also if the
+        capture fails later."""
         step, entries = step_of(checkpoint_dir), [*dict_utils.nested_values(sharded_state_dict)]
         begun: SaveHandle | Exception
         try:
@@ -124,11 +135,11 @@ class TierSaveStrategy(base.AsyncSaveShardedStrategy):  # type: ignore[misc]
         def finish() -> None:
             if isinstance(begun, Exception):
                 raise begun
-            begun.captured()
+            if waits:
+                begun.captured()
 
         what = f"dist_checkpointing.save of step {step}"
-        check = partial(check_on_all_ranks, self._ckpt, what, finish, CaptureError)
-        return async_utils.AsyncRequest(None, (), [check])
+        return partial(check_on_all_ranks, self._ckpt, what, finish, CaptureError)
 
 
 def _content(entries: Iterable[Any]) -> tuple[list[Block], dict[str, dict[str, Any]]]:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -46,6 +47,7 @@ from torch import distributed as dist
 
 import tierfall
 from tests.distributed import killing
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.errors import TierfallError
 from tierfall.integrations.megatron import TierLoadStrategy, TierSaveStrategy
 
@@ -432,6 +434,52 @@ class Program:
                 except TierfallError as error:
                     answers.append(f"{type(error).__name__}: {error}")
         return {"answers": answers}
+
+    def held_back(self) -> Any:
+        """Finalize a save whose capture is held back, change what it captures lazily, and load it."""
+        start(1, 1)
+        weight = torch.nn.Parameter(torch.arange(1024.0) + 1024 * self.rank)
+        optimizer, queue = torch.optim.SGD([weight], lr=1.0), AsyncCallsQueue()
+        with self.open() as ckpt:
+            save, load = TierSaveStrategy(ckpt), TierLoadStrategy(ckpt)
+            load.write_folder(self.folder / "checkpoints")
+
+            def place(step: int) -> str:
+                made = self.folder / f"checkpoints/iter_{step:07d}"
+                made.mkdir(parents=True, exist_ok=True)
+                return str(made)
+
+            def state() -> dict[str, Any]:
+                entry = ShardedTensor.from_rank_offsets("w", weight, (0, self.rank, 2))
+                return {"w": entry, "iteration": 1}
+
+            def train() -> None:
+                weight.grad = torch.ones_like(weight)
+                optimizer.step()
+
+            train()
+            dist_checkpointing.save(state(), place(1), save)
+            train()
+            saved, release = weight.detach().clone(), threading.Event()
+            killing.at(ImageCopier, "run", 1, lambda: release.wait(20))
+            try:
+                request = dist_checkpointing.save(state(), place(2), save, async_sharded_save=True)
+                queue.schedule_async_request(request)
+                finalized = queue.maybe_finalize_async_calls()
+                captured = "captured" in repr(save.handle)
+                train()
+            finally:
+                release.set()
+            save.handle.captured()
+            changed = not torch.equal(weight.detach(), saved)
+            dist.barrier()  # all ranks have it
+            dist_checkpointing.load(state(), place(2), load, load)
+            return {
+                "finalized": finalized,
+                "captured": captured,
+                "lazy": save.handle.stats.lazy_bytes == weight.nbytes,
+                "loaded": changed and torch.equal(weight.detach(), saved),
+            }
 
     def refused(self, call: Any, *given: Any) -> str:
         try:

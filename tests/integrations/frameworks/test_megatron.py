@@ -91,6 +91,15 @@ def test_small_tensors_and_what_cannot_be_saved_or_loaded(start: Start) -> None:
     assert answers[1]["padded"] == rows[6:] + [[0.0, 0.0]] * 4
 
 
+@pytest.mark.timeout(300)
+def test_the_finalization_of_an_asynchronous_save_does_not_wait_for_its_capture(
+    start: Start,
+) -> None:
+    """The optimizer of the next step does: what is loaded are the values at the time of the save."""
+    for answer in answers_of(start("run", "held_back", 2)):
+        assert answer == {"finalized": [0], "captured": False, "lazy": True, "loaded": True}
+
+
 def test_a_version_that_was_not_tried_is_named() -> None:
     code = (
         "import importlib.metadata as m; own = m.version\n"
