@@ -49,8 +49,8 @@ _LOCALHOST = "127.0.0.1"
 _FIRST_PAUSE_S = 0.002
 
 _met: dict[tuple[str, int], str] = {}
-"""By key and rank, the published address by which it met the others last. It meets them again by another one: the store
-there may be closing, and a connection to it would be held."""
+"""By key and rank, the published address by which that rank met the others last. It meets them again by another one:
+the store of that address may be closing, and would hold a connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

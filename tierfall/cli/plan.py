@@ -359,7 +359,7 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
     yield _listed("losses", {"losses": losses})
     if made.peer_chances:
         told = ", ".join(f"{lost} {chance:.3%}" for lost, chance in made.peer_chances)
-        yield f"memory has every image (chance by nodes lost at once): {told}"
+        yield f"after the loss of so many nodes at once, memory has every image with this chance: {told}"
     yield from ("", "bottlenecks:", *(f"  {text}" for text in document["bottlenecks"]))
     if asked.assumed:
         yield from ("", _listed("assumed", document))

@@ -119,8 +119,8 @@ class KeyedCheckpoints:
         check: Callable[[Callable[[str], Collection[str]], str], None],
         continues: bool,
     ) -> list[Any]:
-        """Fill the blocks, and return the values of ``keys``, each of the first of ``groups`` that has it. If it
-        ``continues``, the run goes on from there.
+        """Fill the blocks, and return the values of ``keys``, each of the first of ``groups`` that has it. With
+        ``continues`` the run continues from that checkpoint.
 
         ``check`` is called first, with a function that returns the keys of a group, and what these are read of. Raises
         RestoreError for what the checkpoint does not have, and for a block of another shape.

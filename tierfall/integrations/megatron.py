@@ -295,13 +295,13 @@ class TierLoadStrategy(base.LoadShardedStrategy, base.LoadCommonStrategy):  # ty
 def _check_buckets(
     wanted: Collection[str], keys_of: Callable[[str], Collection[str]], what: str
 ) -> None:
-    """Raise RestoreError for buckets of a distributed optimizer that another layout of the parameters saved."""
+    """Raise RestoreError for buckets of a distributed optimizer if the parameters beside them are not those saved."""
     saved = keys_of(_LAYOUTS)
     if saved and not {*saved} >= {*wanted}:
         raise RestoreError(
             f"{what} has the state of the distributed optimizer as dp_reshardable, which another DP can load, and no "
-            "other TP, PP or EP: save it as fully_reshardable (--dist-ckpt-optim-fully-reshardable) with the layout "
-            "that saved this, and load that"
+            "other TP, PP or EP, nor a part of the state: save it as fully_reshardable "
+            "(--dist-ckpt-optim-fully-reshardable) with the layout that saved this, and load that"
         )
 
 

@@ -58,7 +58,7 @@ class Training:
         return self.lines()
 
     def kill_after(self, batches: int) -> None:
-        """Kill all ranks once so many batches are logged and a checkpoint is stored, at whatever they do then."""
+        """Kill all ranks once ``batches`` are logged and a checkpoint is stored."""
         stored = self.job.folder / "disk"
         self.job.wait_until(lambda: len(self.lines()) >= batches and any(stored.rglob(COMMIT)))
         self.job.kill()
