@@ -69,7 +69,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_964,
     ("core/restore", "core/load", "core/copies"): 7_578,
     ("core/compression",): 360,
-    ("core/flush",): 7_276,
+    ("core/flush",): 7_288,
     ("policies",): 2_259,
     ("backends",): 5_748,
     ("tiers",): 4_662,

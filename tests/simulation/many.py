@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from tests.core.ranks.network import Network
 from tests.memory_backend import MemoryBackend
-from tests.simulation.door import Door
 from tests.simulation.mounts import MachineFile
 from tests.simulation.rank import Rank, Troubled, Unsynced
 from tests.simulation.world import CommitReader, attempt_of, host_rules
@@ -27,6 +26,7 @@ from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.inventory import merge_ranks
 from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, UnreachableError
+from tierfall.core.types.events import Event
 from tierfall.core.types.values import CheckpointId, Codec, WhenFull
 from tierfall.core.types.view import TierRules
 from tierfall.setup.start import FoundAtStart, Start, decide, fill_in, on_all_ranks
@@ -68,7 +68,7 @@ class Many:
         self.random = random.Random(f"many {seed}")
         self.now_s = 0.0
         self.trace: list[str] = []
-        self.lives: list[Door] = []
+        self.lives: list[list[Event]] = []
         self.said: Callable[[Topic, Any], None] = lambda topic, body: None
         self.ran: Callable[[Rank, Task], None] = lambda rank, task: None
         self._disks: dict[tuple[str, int | None], MemoryBackend] = {}

@@ -343,7 +343,7 @@ class Rank:
             shared=self.world.shared,
         )
         self.coordinator = self.door.planner
-        self.world.lives.append(self.door)
+        self.world.lives.append(self.door.events)
         self._listen()
         self.door.start()
 

@@ -42,6 +42,7 @@ from tierfall.core.format.records import (
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import KeyExistsError, UnreachableError
+from tierfall.core.types.events import Event
 from tierfall.core.types.values import (
     CheckpointId,
     Codec,
@@ -317,7 +318,7 @@ class World:
         self.ordinal = 0
         self.trace: list[str] = []
         self.sees: Callable[[Task], None] = lambda task: None
-        self.lives: list[Door] = []
+        self.lives: list[list[Event]] = []
         self.start()
 
     @property
@@ -369,7 +370,7 @@ class World:
             set_pace=self.set_pace,
         )
         self.coordinator = self.door.planner
-        self.lives.append(self.door)
+        self.lives.append(self.door.events)
         self.door.start()
 
     def _look_at_all(self, unread: Iterable[str]) -> tuple[Listing, ...]:
