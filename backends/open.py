@@ -125,6 +125,19 @@ def check_url(url: str) -> None:
         raise ConfigError(f"{place}: a folder is absolute; expected file:///folder")
     if scheme in _WITH_BUCKET:
         _check_bucket(scheme, user, bare, place)
+    elif scheme != "file" and object_store.find(scheme) is None and not _is_of_fsspec(scheme):
+        raise ConfigError(
+            f"{place}: {scheme}:// is not known; expected s3://, gs://, az://, file:// or the protocol of a plug-in; "
+            "fsspec.available_protocols() names further ones"
+        )
+
+
+def _is_of_fsspec(scheme: str) -> bool:
+    """Whether fsspec knows the protocol, or is not installed: only ``_client`` may ask for it."""
+    try:
+        return scheme in importlib.import_module("fsspec").available_protocols()
+    except ModuleNotFoundError:
+        return True
 
 
 def _check_bucket(scheme: str, user: str, bare: str, place: str) -> None:

@@ -436,8 +436,6 @@ def _filesystem_class(protocol: str) -> Any:
             # The class that gcsfs registers asks over gRPC what kind of bucket it is, and in some shows half an object.
             return importlib.import_module("gcsfs.core").GCSFileSystem
         return fsspec.get_filesystem_class(protocol)
-    except ValueError:
-        raise ConfigError(f"{protocol}:// is not known to fsspec; is the protocol right?") from None
     except ImportError as error:
         package = _PACKAGES.get(protocol)
         hint = f"pip install {package}" if package else str(error)

@@ -188,8 +188,9 @@ class LazyEvidence:
     def _log_unseen(self, names: Collection[str]) -> None:
         if names:
             self.warn_once(
-                f"copied before save() returns: {_few(names)}; no torch optimizer was seen to step "
-                f"{'it' if len(names) == 1 else 'them'} since the last save"
+                f"copied before save() returns, which takes longer: {_few(names)}; no torch optimizer was seen to "
+                f"step {'it' if len(names) == 1 else 'them'} since the last save. What changes only after the barrier "
+                "may be wrapped in tierfall.item(..., changes='on_step')"
             )
 
     def _choose(self, view: StateView, trusted: Collection[int] | None) -> tuple[bool, ...]:

@@ -189,7 +189,9 @@ class Flusher(Component):
         """Return whether there will be room on a stored tier once slower ones have what they are owed. Otherwise the
         parts of later copies, which some ranks have left there, may occupy the room for ever."""
         rules, view = self._ledger.rules_of(tier), self._ledger.view()
-        stored = tier not in self._ledger.peer_tiers  # the next image takes the place of that of a peer
+        stored = (
+            tier not in self._ledger.peer_tiers
+        )  # the next image takes the place of that of a peer
         return stored and any(
             only_source_for(view, copy, rules)
             for copy in view.checkpoints
