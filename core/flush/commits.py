@@ -198,9 +198,9 @@ class TierCommits(Component):
 
     def _retract(self, tier: str, id: CheckpointId, reason: str) -> None:
         """Delete what this start has written of a copy whose commit record may exist. What an earlier start committed
-        stays: a person may have pinned it, and it may be the last copy."""
+        stays: a person may have pinned it, and it may be the last copy. Peer memory tells the images of both apart."""
         found = self._ledger.partial if self._group.is_split(tier) else self._found
-        if (tier, id) in found:
+        if (tier, id) in found and tier not in self._ledger.peer_tiers:
             return
         self._planner.deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
 
