@@ -522,11 +522,6 @@ class Ledger:
             entry.decide(self.decided)
         return found
 
-    def settling(self) -> set[CheckpointId]:
-        """Return the checkpoints of which a copy may be committed already: it is uploaded, or an attempt has failed."""
-        uploaded = {entry.id for entry in self.open() if entry.uploaded_to}
-        return uploaded | {id for _, id in self.unfinished}
-
     def note_partial(self, listings: Iterable[Listing]) -> None:
         """Note checkpoints that have a commit record on this node's part of a tier, but are incomplete: a start died
         during their commit or deletion, or a machine is missing."""

@@ -759,14 +759,18 @@ class Flusher(Component):
     def _relieve(self, lane: FlushLane, missing_bytes: int) -> bool:
         """Give up what slower tiers are owed of one checkpoint, where their rules permit it and that makes room."""
         entries = self._ledger.entries
-        settling = self._ledger.settling()
-        settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
-        view = self._ledger.view(settling=settling)
+        view = self._ledger.view(settling=self.settling())
         decisions = plan_relief(view, lane.tier, missing_bytes=missing_bytes)
         for decision in decisions:
             entry, reason = entries[decision.checkpoint], decision.reason
             self._give_up_by_rule(entry, decision.tier, reason, level=logging.WARNING)
         return bool(decisions)
+
+    def settling(self) -> set[CheckpointId]:
+        """Return what must be kept: what a lane copies, and what this rank has uploaded, which may be committed at any
+        time. A tier that is slower than the saves receives whole copies only because their sources are kept."""
+        copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
+        return copied | {entry.id for entry in self._ledger.open() if entry.uploaded_to}
 
     def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
         found = f"there is room for {format_size(free)}"

@@ -197,7 +197,7 @@ class Admissions(Component):
         it; then the handle reports it; the region is freed once no task reads it. An image that a lane is copying is
         never superseded, so no copy has to be aborted.
         """
-        view = self._ledger.view(settling=self._settling())
+        view = self._ledger.view(settling=self._planner.flusher.settling())
         host = self._ledger.host
         entries = self._ledger.entries
         decisions = plan_superseding(
@@ -215,14 +215,6 @@ class Admissions(Component):
                 self._give_up(entries[decision.checkpoint], decision.reason, request.id)
                 return True
         return False
-
-    def _settling(self) -> set[CheckpointId]:
-        """Return what must be kept: what a lane copies, and what may be committed already.
-
-        A tier that is slower than the saves receives whole copies only because their sources are kept.
-        """
-        copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
-        return copied | self._ledger.settling()
 
     def _give_up(self, entry: LedgerEntry, reason: str, saved: CheckpointId) -> None:
         host = self._ledger.host

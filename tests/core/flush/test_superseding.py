@@ -19,6 +19,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
+from tierfall.tiers.stored import StoredTier
 
 FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
 
@@ -73,6 +74,27 @@ def test_a_tier_that_refuses_writes_is_reported_however_fast_the_saves_are() -> 
             world.now_s += 1.0
     assert "nvme" in world.coordinator.ledger.failing
     assert "flush of 1@1 to nvme failed" in str(world.coordinator.errors[0])
+
+
+def test_an_image_whose_publishing_has_failed_gives_way_to_a_newer_one() -> None:
+    """What the attempt has left on the tier is deleted: no commit record names it."""
+
+    def refuse(*args: Any) -> None:
+        raise AccessDeniedError("on purpose")
+
+    world = superseding(images=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoredTier, "write_manifest", refuse)
+        first = world.save(1)
+        world.settle(limit_s=0.0)
+    assert world.coordinator.ledger.unfinished
+    second = world.save(2)
+    give_way(world, 3)
+    assert first.outcome is SaveOutcome.SUPERSEDED
+    world.settle()
+    assert second.done("nvme")
+    assert world.steps_on("nvme") == [2]
+    assert not world.coordinator.ledger.unfinished
 
 
 def store_alone(world: World, until: Callable[[], bool]) -> None:
