@@ -137,12 +137,14 @@ class BackgroundVerifier(Component):
         abandoned = self._ledger.abandoned()
         if good is not None and tier in good.verified and not (good.deleted or id in abandoned):
             return None
-        found = list(self._ledger.live_copies(tier))
-        for entry in found:
+        newest: CheckpointId | None = None
+        for entry in self._ledger.live_copies(tier):
             if tier in entry.verified:
                 self._good[tier] = entry.id
                 return None
-        return next((e.id for e in found if (tier, e.id) not in self._retry_s), None)
+            if newest is None and (tier, entry.id) not in self._retry_s:
+                newest = entry.id
+        return newest
 
     def _keeps_all(self) -> bool:
         """Return whether no tier deletes anything, by its rules or for room."""
