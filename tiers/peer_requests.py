@@ -142,20 +142,15 @@ class Requests:
         )
 
     def _write(self, head: Head, length: int) -> None:
+        upload, offset = int(head["upload"]), int(head["offset"])
         with ExitStack() as stack:
-            memory, failure = None, None
+            lent = self._images.receiving(*_key(head), upload, offset, length)
             try:
-                upload, offset = int(head["upload"]), int(head["offset"])
-                lent = self._images.receiving(*_key(head), upload, offset, length)
                 memory = stack.enter_context(lent)
-            except BackendError as error:  # raised once the payload is received
-                failure = error
-            if memory is not None:
-                self._connection.fill(memory)
-                return
-        self._connection.take(length, self._buffer, lambda start, part: None)
-        assert failure is not None
-        raise failure
+            except BackendError:
+                self._connection.skip(length, self._buffer)
+                raise
+            self._connection.fill(memory)
 
     def _seal(self, head: Head, length: int) -> None:
         if length > RECORDS_BYTES_MAX:

@@ -20,7 +20,6 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -122,34 +121,16 @@ class Connection:
             part = target[start : start + BUFFER_BYTES]
             self._fill(part)
             digest.update(part)
-        self._check_digest(digest, target.nbytes)
-
-    def take(
-        self, length: int, buffer: memoryview, use: Callable[[int, memoryview], None]
-    ) -> BaseException | None:
-        """Receive a payload of ``length`` bytes in parts through ``buffer``, and pass each with its offset to
-        ``use``. Return the error of ``use``, after which the rest is received, not used. Raises DamagedPayloadError."""
-        digest = xxhash.xxh3_128()
-        failure: BaseException | None = None
-        for start in range(0, length, buffer.nbytes):
-            part = buffer[: min(buffer.nbytes, length - start)]
-            self._fill(part)
-            digest.update(part)
-            if failure is None:
-                try:
-                    use(start, part)
-                except Exception as error:  # noqa: BLE001 - the rest must be received; returned
-                    failure = error
-        self._check_digest(digest, length)
-        return failure
-
-    def _check_digest(self, digest: xxhash.xxh3_128, length: int) -> None:
-        if not length:
-            return
-        sent = bytearray(_DIGEST_BYTES)
+        sent = bytearray(_DIGEST_BYTES if target.nbytes else 0)
         self._fill(memoryview(sent))
-        if digest.digest() != sent:
-            raise DamagedPayloadError(f"{length} bytes arrived damaged")
+        if sent and digest.digest() != sent:
+            raise DamagedPayloadError(f"{target.nbytes} bytes arrived damaged")
+
+    def skip(self, length: int, buffer: memoryview) -> None:
+        """Receive a payload of ``length`` bytes, and its digest, without using it."""
+        left = length + _DIGEST_BYTES if length else 0
+        for start in range(0, left, buffer.nbytes):
+            self._fill(buffer[: min(buffer.nbytes, left - start)])
 
     def _fill(self, view: memoryview) -> None:
         at = 0
