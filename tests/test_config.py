@@ -50,6 +50,17 @@ def host_of(**members: Any) -> dict[str, Any]:
 # What a good configuration reads as.
 
 
+def test_a_config_that_is_made_directly_is_refused_in_the_same_words() -> None:
+    two = config_of(tiers=[{"name": "host", "kind": "host"}] * 2)
+    for values in ({"run": "x"}, config_of(intervall=3), tier_of(pth="x"), two):
+        with pytest.raises(ConfigError) as caught:
+            Config(**values)
+        with pytest.raises(ConfigError) as of_dict:
+            load_config(values)
+        assert str(caught.value) == str(of_dict.value)
+    assert Config(**config_of()) == load_config(config_of())
+
+
 def test_a_relative_path_in_a_file_starts_at_the_folder_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,3 +97,18 @@ def test_memory_of_a_run_whose_tier_was_emptied_after_its_end_is_refused_with_th
     with tierfall.open(config) as ckpt:
         assert ckpt.restore(state := blank()) is not None
         assert step_in(state) == 1
+
+
+def test_waits_for_a_lost_tier_say_what_is_wrong_and_its_log_line_what_to_do(
+    make_config: MakeConfig, tmp_path: Path, texts: Callable[..., list[str]]
+) -> None:
+    with tierfall.open(make_config(max_wait="2s")) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        delete(tmp_path / "disk")
+        ckpt.save(2, state_of(2))
+    told = [text for text in texts(logging.INFO) if "the tier's folder is gone" in text]
+    waits = [text for text in told if text.startswith("close: ")]
+    assert any("waiting for" in text for text in waits)
+    assert any("accepts no copy" in text for text in waits)
+    assert all(text.endswith("it was deleted, moved or unmounted") for text in waits)
+    assert any("Mount it again, or move it back" in text for text in told)

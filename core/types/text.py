@@ -39,6 +39,11 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun.lower().startswith(_VOWELS) else 'a'} {noun}"
 
 
+def first_sentence(error: object) -> str:
+    """Return what is wrong without what to do, where the log has all of it already."""
+    return str(error).partition(". ")[0]
+
+
 def format_ranks(ranks: Iterable[int]) -> str:
     """Format at most 8 ranks: ``rank 3``, ``ranks 2, 3``, ``ranks 0, 1, ... and 4 more``."""
     ranks = sorted(ranks)

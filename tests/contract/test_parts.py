@@ -423,6 +423,8 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             state["extra"]["epoch"], state["extra"]["nested"]["a"][2] = 2, 9
             state["list"][0][0][1] = 7
             ckpt.save(3, state, block=True)
+            state["extra"]["epoch"] = 3
+            ckpt.save(4, state, block=True)
         yield place
 
 
@@ -475,9 +477,14 @@ def test_diff_names_what_one_side_lacks_and_other_forms(steps: Place) -> None:
     assert rows.keys() == {"gone", "new", "form"}
 
 
+def test_diff_of_one_entry_speaks_of_one(steps: Place) -> None:
+    err = steps.cli("diff", "3", "4", "--values", code=1).err
+    assert err == "tierfall: 3@1 and 4@1: 1 entry differs\n"
+
+
 def test_diff_ends_as_diff_does_and_takes_paths(steps: Place) -> None:
     other = str(steps.root / "far" / "run")
-    assert "are equal" in steps.cli("diff", "3", other).out
-    assert steps.json("diff", "latest", "3@1", "--values")["differences"] == []
+    assert "are equal" in steps.cli("diff", "4", other).out
+    assert steps.json("diff", "latest", "4@1", "--values")["differences"] == []
     for words in (("3", "9"), ("3", "./nowhere"), ("3", "x"), ("3",)):
         assert "diff: " in steps.cli("diff", *words, code=2).err

@@ -823,8 +823,8 @@ def diff(answer: CommandOutput, a: StepOrSource, b: StepOrSource, values: bool) 
     ]
     answer.show(table(names, rows, ("ELEMENTS", "LARGEST")))
     left = sum(one.change is Change.MAY_DIFFER for one in found)
-    counts = [(len(found) - left, "differ"), (left, "may differ (--values reads them)")]
-    said = [f"{counted(n, 'entry', 'entries')} {verb}" for n, verb in counts if n]
+    said = [counted(len(found) - left, "entry differs", "entries differ")] * (left < len(found))
+    said += [f"{counted(left, 'entry', 'entries')} may differ (--values reads them)"] * (left > 0)
     answer.problem(f"{ids}: {', '.join(said)}")
 
 

@@ -74,6 +74,13 @@ def load_config(
     return config if file is None else config.read_from(file)
 
 
+def explain(error: ValidationError, values: dict[str, object]) -> ConfigError:
+    """Return the error of a ``Config`` that was made of values directly."""
+    read = _Source(value=values)
+    read.note_problems(error, values, None)
+    return read.error()
+
+
 def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> _Source:
     if isinstance(source, Mapping):
         return _Source(value=source)
@@ -89,14 +96,7 @@ def _validate(values: dict[str, object], read: _Source, base: Path | None) -> Co
     try:
         return Config.model_validate(values, context={BASE: base})
     except ValidationError as error:
-        found = error.errors(include_url=False)
-    # The model checks the chain only if all else is valid. One message is to name all problems, so it is checked here.
-    tiers = values.get("tiers")
-    chain = check_chain(tiers, base) if isinstance(tiers, list) else []
-    told = [d for d in found if (d["loc"] or not chain) and not _is_echo(d, found)]
-    problems = [*(_problem(details, read) for details in told), *chain]
-    wrong_already = {problem.place for problem in read.problems}
-    read.problems += [problem for problem in problems if problem.place not in wrong_already]
+        read.note_problems(error, values, base)
     return None
 
 
@@ -153,6 +153,18 @@ class _Source:
             else:
                 message = f"the key occurs twice here, first on line {first}; remove one"
                 self.problems.append(Problem(below, message))
+
+    def note_problems(
+        self, error: ValidationError, values: dict[str, object], base: Path | None
+    ) -> None:
+        """Note what pydantic has found. The model checks the chain only if all else is valid. One message is to name
+        all problems, so it is checked here."""
+        found, tiers = error.errors(include_url=False), values.get("tiers")
+        chain = check_chain(tiers, base) if isinstance(tiers, list) else []
+        told = [d for d in found if (d["loc"] or not chain) and not _is_echo(d, found)]
+        problems = [*(_problem(details, self) for details in told), *chain]
+        wrong_already = {problem.place for problem in self.problems}
+        self.problems += [problem for problem in problems if problem.place not in wrong_already]
 
     def fill(self, value: object, environ: Mapping[str, str], place: Place = ()) -> object:
         """Return a copy of the value in plain dicts and lists, with every reference replaced. The text of a variable is

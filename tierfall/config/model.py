@@ -22,6 +22,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     WithJsonSchema,
     model_validator,
@@ -821,6 +822,18 @@ class Config(Section):
         ]
     )
     """The chain, fastest first; or a path or an address alone."""
+
+    def __init__(self, **values: Any) -> None:
+        """Raises ConfigError, as ``load_config`` does for a dict."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            from tierfall.config.loading import explain
+
+            raise explain(error, values) from None
+
+    # As that of BaseModel: else pydantic calls it for a file, too, without the file's folder.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="after")
     def _chain_is_valid(self) -> Self:

@@ -25,7 +25,7 @@ from tierfall.core.ranks.messages import Message
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.types.errors import FlushError, RanksError, TierfallError
-from tierfall.core.types.text import format_ranks, format_some
+from tierfall.core.types.text import first_sentence, format_ranks, format_some
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.launch import signal_hub
@@ -290,7 +290,8 @@ def log_end(
     answers = [pair for tiers in looked_at.found.values() for pair in tiers.items()]
     lacking = {tier for tier, answer in answers if answer is not True}
     unasked = {tier: answer for tier, answer in answers if not isinstance(answer, bool)}
-    errors = {**unasked, **session.call(ask)}
+    failing = {tier: first_sentence(error) for tier, error in session.call(ask).items()}
+    errors = {**unasked, **failing}
     for tier, error in errors.items():
         logger.warning("close: tier %s does not answer or accepts no copy: %s", tier, error)
     if memory_kept:

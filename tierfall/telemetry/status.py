@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tierfall.core.format import documents
 from tierfall.core.ranks.wire import close_in_child
 from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError
-from tierfall.core.types.text import to_json
+from tierfall.core.types.text import first_sentence, to_json
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import TierKind
 from tierfall.telemetry.figures import (
@@ -108,7 +108,7 @@ def describe_flushes(status: RunStatus) -> str:
     parts += [f"{tier} is owed {count}" for tier, count in owed.items()]
     failing, last = status.statistics.failing, status.statistics.last_error
     errors = {tier: failing.get(tier) or last.get(tier) for tier in status.tiers}
-    parts += [f"{tier} fails: {error}" for tier, error in errors.items() if error]
+    parts += [f"{tier} fails: {first_sentence(error)}" for tier, error in errors.items() if error]
     return "; ".join(parts) or "no copy is in progress or owed"
 
 
