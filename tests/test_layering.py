@@ -80,7 +80,7 @@ LINES = {
     ("tierfall/cli",): 4_352,
     ("tierfall/integrations",): 3_520,
     ("tierfall/imports", "tierfall/export"): 2_753,
-    ("tierfall/plan",): 1_692,
+    ("tierfall/plan",): 1_697,
     ("tierfall/demo",): 620,
     ("tierfall", "core"): 451,
 }

@@ -386,3 +386,9 @@ def test_what_a_run_has_measured_replaces_what_is_assumed(tmp_path: Path) -> Non
     assert found["tiers"][1]["copy_s"] == pytest.approx(median(copied))
     assert found["changes"][0].startswith("a save comes every ")
     assert "interval: {every: " in found["changes"][0]
+    assert not any("counts as alive" in change for change in found["changes"])
+    opened = next(each for each in events if each["kind"] == "opened")
+    with log.open("a") as file:
+        file.write("\n" + json.dumps({**opened, "wall_time_s": events[-1]["wall_time_s"] + 1}))
+    found = run(["plan", "--from-run", str(tmp_path), "--json"]).document
+    assert "the last start has not closed: it counts as alive" in found["changes"][-1]

@@ -27,7 +27,8 @@ GAIN_MIN = 0.001
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Medians of rank 0 of a run; None: not known. ``image_bytes`` is the largest image that a log has; ``copy_s`` is
-    by tier; ``mtbf`` is by the starts that did not end with ``close``."""
+    by tier; ``mtbf`` is by the starts that did not end with ``close`` before another one: the last may be alive if the
+    log does not say that it ``ended``."""
 
     name: str
     image_bytes: int
@@ -37,6 +38,7 @@ class Measured:
     blocked_s: float
     copy_s: Mapping[str, float]
     mtbf: dict[LossClass, float] | None
+    ended: bool
 
     def rate_of(self, tier: PlanTier, sizes: RankBytes, cluster: Cluster) -> PlanTier:
         """Return a tier with the rate that its copies had, if there were any."""
@@ -55,6 +57,8 @@ class Measured:
             change = f"no other interval gains {GAIN_MIN:.1%}"
         yield f"a save comes every {format_duration(now_s)}, ETTR {now:.2%}: {change}"
         yield from replace(plan, every_given_s=now_s).faults()
+        if not self.ended:
+            yield "the last start has not closed: it counts as alive, and as no failure"
 
 
 def read_events(folder: Path) -> Measured:
@@ -94,6 +98,7 @@ def read_events(folder: Path) -> Measured:
         blocked_s=median(line["blocked_s"] for line in newest),
         copy_s={tier: median(times) for tier, times in copies.items()},
         mtbf={LossClass.PROCESS: alive_s / killed} if killed else None,
+        ended=starts[-1]["kind"] == "closed",
     )
 
 
