@@ -77,7 +77,7 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_083,
     ("tierfall/ops",): 4_447,
     ("tierfall/telemetry",): 1_948,
-    ("tierfall/cli",): 4_352,
+    ("tierfall/cli",): 4_338,
     ("tierfall/integrations",): 3_520,
     ("tierfall/imports", "tierfall/export"): 2_753,
     ("tierfall/plan",): 1_697,

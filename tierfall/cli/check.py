@@ -22,9 +22,8 @@ from tierfall.cli.common import (
 from tierfall.cli.output import (
     CommandOutput,
     Part,
-    cell,
     counted,
-    table,
+    listed,
     with_tier,
 )
 from tierfall.cli.usage import Exit, refuse
@@ -37,8 +36,6 @@ from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import (
     format_count,
     format_duration,
-    format_rate,
-    format_share,
     format_size,
 )
 from tierfall.core.types.values import Codec, TierKind
@@ -124,21 +121,10 @@ def _report_loss_bounds(
 
 
 def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes: int) -> None:
-    right = ("WRITE", "READ", "ROUND TRIP", "FREE", "CAPACITY")
-    rows = [
-        (
-            tier.name,
-            str(tier.kind),
-            cell(tier.write_bytes_per_second, format_rate),
-            cell(tier.read_bytes_per_second, format_rate),
-            cell(tier.round_trip_s, format_duration),
-            cell(tier.free_bytes, format_size),
-            cell(tier.capacity_bytes, format_size),
-            tier.place,
-        )
-        for tier in tiers
-    ]
-    answer.show(table(("TIER", "KIND", *right, "PLACE"), rows, right))
+    columns = {"TIER": "name", "KIND": "kind", "WRITE": "write_bytes_per_second"}
+    columns |= {"READ": "read_bytes_per_second", "ROUND TRIP": "round_trip_s"}
+    columns |= {"FREE": "free_bytes", "CAPACITY": "capacity_bytes", "PLACE": "place"}
+    answer.show(listed(columns, answer.document["tiers"]))
     for tier in tiers:
         if tier.durable is not None:
             answer.show(f"{tier.name}: {', '.join(_guarantees(tier))}")
@@ -338,20 +324,8 @@ def _shown(made: Sequence[SteadyTier], load: Workload, source: str) -> list[Part
         else f" on each of {load.ranks} ranks, {counted(load.nodes, 'node', 'nodes')}"
     )
     head = f"with a save every {format_duration(load.save_every_s)} of {format_size(load.image_bytes)}{of} ({source}):"
-    right = ("COPY", "EVERY", "TAKES", "BUSY", "KEPT", "AT MOST", "FULL AFTER", "LOSES AT MOST")
-    rows = [
-        (
-            tier.name,
-            format_size(tier.copy_bytes),
-            format_duration(tier.every_s),
-            cell(tier.copy_s, format_duration),
-            cell(tier.busy, format_share),
-            _kept(tier),
-            cell(tier.bytes_max, format_size),
-            cell(tier.full_s, format_duration),
-            cell(tier.lost_s, format_duration),
-        )
-        for tier in made
-    ]
-    shown = table(("TIER", *right), rows, right)
+    columns = {"TIER": "name", "COPY": "copy_bytes", "EVERY": "every_s", "TAKES": "copy_s"}
+    columns |= {"BUSY": "busy", "KEPT": "kept", "AT MOST": "bytes_max", "FULL AFTER": "full_s"}
+    rows = [members(tier) | {"kept": _kept(tier)} for tier in made]
+    shown = listed(columns | {"LOSES AT MOST": "lost_s"}, rows)
     return [head, shown, *(f"{tier.name}: {reason}" for tier in made for reason in tier.reasons)]

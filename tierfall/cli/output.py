@@ -20,6 +20,7 @@ from rich.text import Text
 
 from tierfall.cli.usage import Asked, CommandRefused, Exit, print_out, proposed, to_document
 from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
 
 T = TypeVar("T")
 Part = Text | str
@@ -124,6 +125,30 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection
     """Return a table without rules, and without columns that are empty; those in ``right`` are aligned to the right,
     what ``as_state`` returned has its colour."""
     return styled(aligned(names, [*rows], right))
+
+
+FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "bytes_per_s": format_rate,
+    "bytes_per_second": format_rate,
+    "bytes": format_size,
+    "bytes_max": format_size,
+    "_s": format_duration,
+    "busy": format_share,
+    "ettr": "{:.2%}".format,
+    "ranks": "{:,}".format,
+    "kept": str,
+}
+"""The first that the name of a member ends with; others are text, which is aligned to the left."""
+
+
+def listed(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Text:
+    """Return members of a document as a table: columns, and the member in each."""
+    right, cells = [], []
+    for column, member in columns.items():
+        shown = next((FORMATS[end] for end in FORMATS if member.endswith(end)), None)
+        right += [column] if shown else []
+        cells.append([cell(each[member], shown or str) for each in rows])
+    return table(list(columns), zip(*cells, strict=True), right)
 
 
 def as_state(cell: str) -> str:

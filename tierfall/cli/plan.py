@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tierfall.cli.output import CommandOutput, Part, cell, counted, table
+from tierfall.cli.output import CommandOutput, Part, counted, listed, table
 from tierfall.cli.usage import Exit, refuse
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members
@@ -293,24 +293,6 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "assumed": {"ASSUMED": "what", "VALUE": "value", "SOURCE": "source"},
 }
 """Lists of the document as tables: columns, and the member in each."""
-FORMATS: Mapping[str, Callable[[Any], str]] = {
-    "bytes_per_s": format_rate,
-    "bytes": format_size,
-    "bytes_max": format_size,
-    "_s": format_duration,
-    "ettr": "{:.2%}".format,
-    "ranks": "{:,}".format,
-}
-"""The first that the name of a member ends with; others are text."""
-
-
-def _listed(key: str, document: Mapping[str, Any]) -> Part:
-    columns, right, cells = TABLES[key], [], []
-    for column, member in columns.items():
-        shown = next((FORMATS[end] for end in FORMATS if member.endswith(end)), None)
-        right += [column] if shown else []
-        cells.append([cell(each[member], shown or str) for each in document[key]])
-    return table(list(columns), zip(*cells, strict=True), right)
 
 
 def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Part]:
@@ -323,7 +305,12 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
     nodes = counted(made.cluster.nodes, "node", "nodes")
     yield f"{counted(made.cluster.gpus, 'GPU', 'GPUs')} in {nodes}: {made.layout}"
     if count:
-        yield from ("", _listed("bytes_per_parameter", document), "", _listed("writers", document))
+        yield from (
+            "",
+            listed(TABLES["bytes_per_parameter"], document["bytes_per_parameter"]),
+            "",
+            listed(TABLES["writers"], document["writers"]),
+        )
     images = [f"{n:,} of {format_size(size)}" for size, n in made.sizes.counts]
     more = f" and {len(images) - IMAGES_SHOWN} other sizes" if len(images) > IMAGES_SHOWN else ""
     others = f" and {format_size(made.kept_for_peers)} of other nodes" if made.peers else ""
@@ -340,9 +327,9 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
         f"a save every {every} lengthens training by {format_duration(cost_s)}:",
         f"it is held for {format_duration(held_s)}, and steps beside copies take {format_duration(cost_s - held_s)} "
         "longer",
-        _listed("cadences", document),
+        listed(TABLES["cadences"], document["cadences"]),
         "",
-        _listed("tiers", document),
+        listed(TABLES["tiers"], document["tiers"]),
         f"a restore from {made.tiers[-1].name}: {times['per_rank']} if each rank reads all that it holds, "
         f"{times['read_once']} if each byte is read once{alone}",
         "",
@@ -356,13 +343,13 @@ def _shown(made: Plan, asked: Asked, document: Mapping[str, Any]) -> Iterator[Pa
         }
         for lost, left in document["survives"].items()
     ]
-    yield _listed("losses", {"losses": losses})
+    yield listed(TABLES["losses"], losses)
     if made.peer_chances:
         told = ", ".join(f"{lost} {chance:.3%}" for lost, chance in made.peer_chances)
         yield f"after the loss of so many nodes at once, memory has every image with this chance: {told}"
     yield from ("", "bottlenecks:", *(f"  {text}" for text in document["bottlenecks"]))
     if asked.assumed:
-        yield from ("", _listed("assumed", document))
+        yield from ("", listed(TABLES["assumed"], document["assumed"]))
 
 
 def _shown_outcome(out: Training, made: Plan) -> Iterator[Part]:
