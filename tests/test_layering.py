@@ -75,7 +75,7 @@ LINES = {
     ("tiers",): 4_657,
     ("tierfall/config",): 2_091,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_083,
-    ("tierfall/ops",): 4_447,
+    ("tierfall/ops",): 4_443,
     ("tierfall/telemetry",): 1_948,
     ("tierfall/cli",): 4_338,
     ("tierfall/integrations",): 3_520,

@@ -49,7 +49,6 @@ from tierfall.ops.sync import (
     commit_copy,
     held_files,
     name_latest,
-    newer_on,
     open_source,
     send,
     sizes_on,
@@ -419,12 +418,11 @@ class _Drain:
         part.seconds += time.monotonic() - began_s
         copy = FoundCopy(id=id, state=CopyState.COMMITTED, bytes=commit.stored_bytes, commit=commit)
         with self._guard:
-            newer = newer_on(store.name, known, self._known.values())
-            known = self._known[id]
+            all_known, known = tuple(self._known.values()), self._known[id]
             self._known[id] = replace(known, copies={**known.copies, store.name: copy})
             self._done.add((id, store.name))
             self._good.add((id, store.name))
-        self._problems += name_latest(store, known, newer)
+        self._problems += name_latest(store, known, all_known)
 
     def _send(
         self, part: _TierPart, source: Source, shards: Sequence[Shard]

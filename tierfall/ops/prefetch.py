@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from tierfall.backends.posix.system import translated
 from tierfall.config import Config
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in
 from tierfall.core.format.commit_files import shards_of
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.runtime.run_lock import RunLock
@@ -37,9 +37,7 @@ from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import (
     add_decided,
     check_alone,
-    name_latest,
-    newer_on,
-    notes_on_retention,
+    notes_on_copy,
     open_source,
     open_writable,
     write_copy,
@@ -221,12 +219,7 @@ class _Prefetch:
                     store.discard(id, attempt=attempt)
                 raise
             decided = add_decided(store, decided_in(listings).of(id, checkpoint.attempt_id))
-            after = tuple(store.list() if listing is there else listing for listing in listings)
-            notes = (
-                *(f"skipped: {f.what}: {f.reason}" for f in source.images.tally.fallbacks),
-                *name_latest(store, checkpoint, newer_on(tier, checkpoint, merge(listings))),
-                *notes_on_retention(reader.config, tier, id, listings, after),
-            )
+            notes = notes_on_copy(source, store, reader.config, checkpoint, listings)
         sources = dict(source.images.tally.bytes)
         return PrefetchResult(
             id=id,

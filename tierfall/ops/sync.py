@@ -393,17 +393,12 @@ def _copy(
     check_room(config, there, needed, doing="copy to")
     store.check_room(needed)
     commit = write_copy(source, store, config, attempt, counter.add)
-    after = tuple(store.list() if listing is there else listing for listing in listings)
     return CopyResult(
         id=id,
         tier=tier,
         bytes=commit.stored_bytes,
         sources=dict(source.images.tally.bytes),
-        notes=(
-            *(f"skipped: {f.what}: {f.reason}" for f in source.images.tally.fallbacks),
-            *name_latest(store, checkpoint, newer_on(store.name, checkpoint, merge(listings))),
-            *notes_on_retention(config, tier, id, listings, after),
-        ),
+        notes=notes_on_copy(source, store, config, checkpoint, listings),
     )
 
 
@@ -440,20 +435,30 @@ def write_copy(
     return commit_copy(source.commit, store, files, attempt=attempt, owed=owed, repairs=repairs)
 
 
-def newer_on(
-    tier: str, checkpoint: KnownCheckpoint, known: Iterable[KnownCheckpoint]
-) -> list[CheckpointId]:
-    """Return the newer checkpoints of the live lineage that a tier holds."""
-    live = (c for c in known if tier in c.copies and not c.abandoned)
-    return [c.id for c in live if c.id > checkpoint.id]
+def notes_on_copy(
+    source: Source,
+    store: StoredTier,
+    config: Config,
+    checkpoint: KnownCheckpoint,
+    listings: tuple[Listing, ...],
+) -> tuple[str, ...]:
+    """Have ``latest`` of a tier name a checkpoint that was copied there, and return what was skipped, failed, or will
+    be deleted. ``listings`` are from before the copy."""
+    after = tuple(store.list() if x.tier == store.name else x for x in listings)
+    return (
+        *(f"skipped: {f.what}: {f.reason}" for f in source.images.tally.fallbacks),
+        *name_latest(store, checkpoint, merge(listings)),
+        *_notes_on_retention(config, store.name, checkpoint.id, listings, after),
+    )
 
 
 def name_latest(
-    store: StoredTier, checkpoint: KnownCheckpoint, newer: Sequence[CheckpointId]
+    store: StoredTier, checkpoint: KnownCheckpoint, known: Iterable[KnownCheckpoint]
 ) -> tuple[str, ...]:
-    """Have ``latest`` of a tier name a checkpoint that was committed there, unless it is abandoned or the tier holds
-    ``newer`` ones; return a note where that failed."""
-    if checkpoint.abandoned or newer:
+    """Have ``latest`` of a tier name a checkpoint that was committed there, unless it is abandoned or the tier holds a
+    newer one of the live lineage; return a note where that failed."""
+    live = [c for c in known if store.name in c.copies and not c.abandoned]
+    if checkpoint.abandoned or any(c.id > checkpoint.id for c in live):
         return ()
     try:
         store.write_latest(checkpoint.id)
@@ -462,7 +467,7 @@ def name_latest(
     return ()
 
 
-def notes_on_retention(
+def _notes_on_retention(
     config: Config,
     tier: str,
     id: CheckpointId,
