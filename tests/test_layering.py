@@ -73,7 +73,7 @@ LINES = {
     ("policies",): 2_259,
     ("backends",): 5_759,
     ("tiers",): 4_657,
-    ("tierfall/config",): 2_091,
+    ("tierfall/config",): 2_086,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_083,
     ("tierfall/ops",): 4_443,
     ("tierfall/telemetry",): 1_948,

@@ -68,8 +68,12 @@ def load_config(
     if run is not None:
         values["run"] = run
     file = None if read.path is None else read.path.absolute()
-    config = _validate(values, read, None if file is None else file.parent)
-    if config is None or read.problems:
+    config, base = None, None if file is None else file.parent
+    try:
+        config = Config.model_validate(values, context={BASE: base})
+    except ValidationError as error:
+        read.note_problems(error, values, base)
+    if config is None or read.problems:  # not chained: its details have values of the environment
         raise read.error()
     return config if file is None else config.read_from(file)
 
@@ -89,15 +93,6 @@ def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> _Source:
     raise ConfigError(
         f"expected the path of a YAML file, a dict or a tierfall.Config, got {type(source).__name__}"
     )
-
-
-def _validate(values: dict[str, object], read: _Source, base: Path | None) -> Config | None:
-    """Validate the values. The error is not chained: its details contain values from the environment."""
-    try:
-        return Config.model_validate(values, context={BASE: base})
-    except ValidationError as error:
-        read.note_problems(error, values, base)
-    return None
 
 
 # The file --------------------------------------------------------------------------------------------
