@@ -247,16 +247,19 @@ class PulledReader(CheckpointReader):
         return [chunk for chunk, owner in expected if owner == topology.rank]
 
     def _read_ahead(self, chunks: Sequence[Chunk]) -> None:
-        """Read what others will ask for, as far as the pool has room."""
+        """Read what others will ask for, as far as the pool has room. After an error they get what they ask for."""
         reading: deque[futures.Future[LoadedChunk]] = deque()
-        size = max(manifest.chunk_bytes for manifest, _ in self._known.values())
-        for chunk in chunks:
-            if len(reading) == READ_THREADS:
-                futures.wait([reading.popleft()])
-            if not self._pool.wait_for_room(size):
-                return
-            reading.append(self._provide(chunk, self._rank, ""))
-        futures.wait(reading)
+        try:
+            size = max(manifest.chunk_bytes for manifest, _ in self._known.values())
+            for chunk in chunks:
+                if len(reading) == READ_THREADS:
+                    futures.wait([reading.popleft()])
+                if not self._pool.wait_for_room(size):
+                    return
+                reading.append(self._provide(chunk, self._rank, ""))
+        except BaseException:
+            self._pool.close()
+            raise
 
     def _provide(self, chunk: Chunk, source: int, digest: str) -> futures.Future[LoadedChunk]:
         """Return a chunk that other ranks ask for: this rank reads it, or pulls it from the rank that does."""

@@ -456,6 +456,30 @@ def test_a_rank_that_fails_before_it_reads_keeps_nobody_waiting_for_its_chunks(
     assert all("no more" in str(outcome) for outcome in outcomes)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_rank_that_cannot_read_ahead_keeps_nobody_waiting_for_its_chunks(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others ask it for each of them."""
+    put_shares(job, 5)
+    want_all(job)
+    wait_for_room, failed = pulls.ChunkPool.wait_for_room, []
+
+    def wait(self: pulls.ChunkPool, size: int) -> bool:
+        if not failed:
+            failed.append(self)
+        if self in failed:
+            raise MemoryError("no more")
+        return wait_for_room(self, size)
+
+    monkeypatch.setattr(pulls.ChunkPool, "wait_for_room", wait)
+    began = time.monotonic()
+    outcomes = restored(job)
+    assert time.monotonic() - began < PATIENCE_S / 2
+    assert all(isinstance(outcome, RestoreResult) for outcome in outcomes), outcomes
+    assert hold(job, 5)
+
+
 def test_a_rank_that_reads_slowly_is_not_taken_for_silent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
