@@ -241,3 +241,11 @@ def test_every_error_is_shown_by_a_name_that_catches_it() -> None:
             assert name.startswith("tierfall.")
             assert isinstance(shown, getattr(tierfall, name.removeprefix("tierfall.")))
     assert len(seen) > len(error_classes())
+
+
+def test_an_error_of_the_file_system_keeps_its_filename_in_a_pickle() -> None:
+    error = tierfall.KeyNotFoundError(2, "there is no such object", "step_1/commit.json")
+    error.add_note("a note")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.errno, again.filename) == (str(error), 2, "step_1/commit.json")
+    assert again.__notes__ == ["a note"]

@@ -86,9 +86,9 @@ class TierfallError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as the class that it is shown as."""
-        kind = type(self)
+        kind, made = type(self), super().__reduce__()  # of an OSError with its filename
         is_own = kind.__module__ == TierfallError.__module__
-        return error_class(kind.__name__, kind) if is_own else kind, self.args, vars(self)
+        return error_class(kind.__name__, kind) if is_own else kind, *made[1:]
 
     @classmethod
     def __get_pydantic_core_schema__(
