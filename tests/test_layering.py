@@ -74,7 +74,7 @@ LINES = {
     ("backends",): 5_759,
     ("tiers",): 4_657,
     ("tierfall/config",): 2_086,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_083,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_088,
     ("tierfall/ops",): 4_443,
     ("tierfall/telemetry",): 1_948,
     ("tierfall/cli",): 4_338,

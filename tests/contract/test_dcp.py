@@ -321,6 +321,29 @@ def test_damage_is_read_elsewhere_and_else_an_error_that_says_so(place: Place) -
         assert equal(found, states[0]), "the headers of step 2 are damaged everywhere"
 
 
+def test_a_state_that_a_load_left_half_filled_is_not_saved_until_one_succeeds(
+    place: Place,
+) -> None:
+    place.config()
+    state = {"w": torch.full((64 << 10,), 1.0)}
+    with place.open() as ckpt:
+        for step in (1, 2):
+            dcp.save(state, storage_writer=TierWriter(ckpt, step=step, until="disk"))
+    flip(folder_of(place, 2) / IMAGE, -1)
+    with place.open() as ckpt:
+        dcp.load(state, storage_reader=TierReader(ckpt, step=1))
+        for resume in (False, True):
+            reader = TierReader(ckpt, step=2, attempt=1, resume=resume)
+            with pytest.raises(CheckpointException, match="HALF FILLED"):
+                dcp.load(emptied(state), storage_reader=reader)
+            if not resume:
+                dcp.save(state, storage_writer=TierWriter(ckpt, step=3))
+        with pytest.raises(CheckpointException, match="half filled"):
+            dcp.save(state, storage_writer=TierWriter(ckpt, step=4))
+        dcp.load(state, storage_reader=TierReader(ckpt, step=3))
+        dcp.save(state, storage_writer=TierWriter(ckpt, step=4))
+
+
 class Bomb:
     """Leaves a file where it is unpickled."""
 

@@ -432,21 +432,8 @@ class OpenRun:
             self.warn_of_other_runs()
             self.begin_anew()
             return None
-        id = restored.checkpoint.id
-        any_saved = finish_on_all_ranks(
-            ranks,
-            restored.plan.finish,
-            id,
-            saved=self.lineage.saved_any,
-            request=request,
-            timeout_s=self.patience_s,
-        )
-        if continues:
-            verified = restored.verified(ranks.shard)
-            self.continue_from(restored.checkpoint, any_saved, verified=verified)
-            if request.step is None:
-                self.report_again(id)
-            self.session.step_timer.continue_from(id.step)
+        verified = restored.verified(ranks.shard)
+        self.finish_restore(restored.checkpoint, request, restored.plan.finish, verified)
         return restored
 
     def report_restored(self, restored: RestoreResult, began_s: float) -> RestoreReport:
@@ -538,13 +525,28 @@ class OpenRun:
             )
         self.begin_anew()
 
-    def continue_from(
-        self, checkpoint: KnownCheckpoint, any_saved: bool, *, verified: tuple[str, ...] = ()
+    def finish_restore(
+        self,
+        checkpoint: KnownCheckpoint,
+        request: RestoreRequest,
+        finish: Callable[[], None] = lambda: None,
+        verified: tuple[str, ...] = (),
     ) -> None:
-        """Let the lineage continue from a restored checkpoint, as a new attempt where ``any_saved``: where any rank has
-        saved since the last restore. This rank's image was read whole, and was good, on the tiers ``verified``."""
+        """Call ``finish``, which ends a restore, on all ranks; if the ``request`` continues, let the lineage continue
+        from the checkpoint, as a new attempt if any rank has saved since the last restore. This rank's image was read
+        whole, and was good, on the tiers ``verified``."""
         id, commit, session = checkpoint.id, checkpoint.commit, self.session
-        assert commit is not None
+        any_saved = finish_on_all_ranks(
+            session.ranks,
+            finish,
+            id,
+            saved=self.lineage.saved_any,
+            request=request,
+            timeout_s=self.patience_s,
+        )
+        if not request.continues:
+            return
+        assert commit is not None, "it was read"
         attempt = session.begin_attempt() if any_saved else self.lineage.attempt
         self.lineage.continue_from(commit, attempt)
         log_abandoned(self.run, session.known(), id)
@@ -562,8 +564,11 @@ class OpenRun:
             due = "memory has images of other ranks, which no rank can flush"
         self.forget_last()
         self.cadence.continue_from(id.step, due, earlier=commit.progress)
+        if request.step is None:
+            self._report_again(id)
+        session.step_timer.continue_from(id.step)
 
-    def report_again(self, id: CheckpointId) -> None:
+    def _report_again(self, id: CheckpointId) -> None:
         """Warn if the newest checkpoint was restored ``RESTORES_MAX`` times while no start has saved a good newer one:
         training may fail from it each time. Each attempt since is a restore, and each call of this one."""
         session, own = self.session, self.lineage.attempt.number

@@ -17,6 +17,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -195,26 +196,25 @@ class TierReader(PlansUnchanged, StorageReader):
 
     def _read_on_all_ranks(self, parts: CheckpointReader, read: Callable[[], None]) -> None:
         """Read on all ranks; with ``resume``, continue from the checkpoint once all have read it. RestoreError on every
-        rank if one has failed."""
-        run, checkpoint = self._run, parts.checkpoint
-        ranks, id = run.session.ranks, checkpoint.id
+        rank if one has failed: with ``resume``, saves are refused if that left the state half filled."""
+        run, id = self._run, parts.checkpoint.id
         named = replace(self._request(), step=id.step, attempt=id.attempt)
         progress = Progress(named, parts.tally, run.barrier())
+        noting = run.noting_half_filled(None) if self._resume else nullcontext(lambda: None)
         try:
-            with run.deletions_paused(), run.showing("restore", parts.tally):
+            with (
+                run.deletions_paused(),
+                run.showing("restore", parts.tally),
+                noting as note_begin,
+            ):
+                note_begin()
                 progress.read(parts, lambda parts: read())
+                if self._resume:
+                    run.finish_restore(parts.checkpoint, self._request())
+                    run.lineage.half_filled.discard(None)
         except DamagedError:
             self.damaged = True
             raise
-        if self._resume:
-            saved = ranks.agree(
-                "dcp.load: saved",
-                run.lineage.saved_any,
-                lambda found: any(found.values()),
-                bool,
-                timeout_s=run.patience_s,
-            )
-            run.continue_from(checkpoint, saved)
 
 
 class _Reads:
