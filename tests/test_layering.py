@@ -67,7 +67,7 @@ LINES = {
     ("core/runtime",): 2_139,
     ("core/ranks",): 2_200,
     ("core/capture", "core/sampling"): 3_965,
-    ("core/restore", "core/load", "core/copies"): 7_581,
+    ("core/restore", "core/load", "core/copies"): 7_589,
     ("core/compression",): 360,
     ("core/flush",): 7_283,
     ("policies",): 2_259,

@@ -44,6 +44,7 @@ from tierfall.core.image.tree import (
 from tierfall.core.load.build import CPU, Make
 from tierfall.core.load.choices import Blob, Choices, plain_value, renamed, value_blobs
 from tierfall.core.load.fill_optimizer import OptimizerFiller
+from tierfall.core.load.mismatch import advice_for_ranks
 from tierfall.core.load.plan import ReadPlan, RestoreWork, Setter, assigned, live_parts
 from tierfall.core.state import optimizers
 from tierfall.core.state.item import Item, visit_state
@@ -540,15 +541,8 @@ class _Filler:
         if isinstance(node, MapNode) and is_stateful(live):
             self._refuse_dict(live, name)
         elif isinstance(node, ConflictNode):
-            other = (
-                "the ranks that saved it restore it into the same blocks"
-                if node.in_blocks
-                else "for another number of ranks, tierfall.item(..., on_resize='per_rank', 'replicate' or 'drop') "
-                "around it says what each rank gets"
-            )
-            self.report.refuses(
-                name, f"{node.reason}; {other}; skip=[{name!r}] leaves it unchanged"
-            )
+            advice = advice_for_ranks(name, in_blocks=node.in_blocks)
+            self.report.refuses(name, f"{node.reason}; {advice}")
         elif live is None and not isinstance(node, RandomNode):
             self.work.absent(node, name)  # no object is made
         else:

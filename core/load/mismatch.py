@@ -22,6 +22,17 @@ _BY_NAME = (
 )
 
 
+def advice_for_ranks(name: str, *, in_blocks: bool) -> str:
+    """Return what to do about an entry in which the ranks that saved it differ, as whole tensors or ``in_blocks``."""
+    other = (
+        "for another number of ranks, tierfall.item(..., on_resize='per_rank', 'replicate' or 'drop') around it says "
+        "what each rank gets"
+    )
+    if in_blocks:
+        other = "the ranks that saved it restore it into the same blocks"
+    return f"{other}; skip=[{name!r}] leaves it unchanged"
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
     """One mismatch. ``content`` describes an entry that one side lacks: an entry is only renamed to one of equal

@@ -30,6 +30,7 @@ from tierfall.core.image.merge import (
 )
 from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.load.match import SharedMemory
+from tierfall.core.load.mismatch import advice_for_ranks
 from tierfall.core.load.plan import ReadPlan
 from tierfall.core.state.item import OnResize
 from tierfall.core.types.errors import IntegrityError, RestoreError
@@ -204,9 +205,10 @@ class _RowCopy(NamedTuple):
 
 
 class _ReplicaCheck(NamedTuple):
-    """Two replicas that must be equal."""
+    """Two replicas that must be equal, of a tensor or of a block of it."""
 
     name: str
+    is_block: bool
     ranks: tuple[int, int]
     one: torch.Tensor
     other: torch.Tensor
@@ -245,9 +247,8 @@ class BlockReads:
         for check in self._checks:
             if not torch.equal(check.one, check.other):
                 raise RestoreError(
-                    f"{check.name} is a tensor of its own on {format_ranks(check.ranks)}, and they differ: say "
-                    "what another number of ranks gets by tierfall.item(..., on_resize='per_rank', 'replicate' or "
-                    f"'drop') around it in the state, or leave it as it is by skip=[{check.name!r}]"
+                    f"{check.name} is a tensor of its own on {format_ranks(check.ranks)}, and they differ: "
+                    f"{advice_for_ranks(check.name, in_blocks=check.is_block)}"
                 )
         with torch.no_grad():
             for target, source in self._copies:
@@ -335,18 +336,20 @@ class BlockReads:
         """Read the replicas that are not known to be equal, to compare them."""
         first = self._merged.blocks[position]
         read: dict[tuple[Any, Any], torch.Tensor] = {}
-        others = [copy for copy in self._merged.replicas[position] if copy not in self._same]
-        for block in itertools.chain.from_iterable(others):
-            place = block.offset, block.lengths
-            copy = torch.empty(block.end - block.start, dtype=torch.uint8)
-            self._box(stored, block, copy, *place)
-            if place not in read:
-                read[place] = torch.empty_like(copy)
-                for part in first:
-                    self._box(stored, part, read[place], *place)
-            rank = next((part.rank for part in first if part.offset == block.offset), first[0].rank)
-            check = _ReplicaCheck(stored.name, (rank, block.rank), read[place], copy)
-            self._checks.append(check)
+        for copy in self._merged.replicas[position]:
+            is_block = sum(math.prod(b.lengths) for b in copy) < math.prod(stored.shape)
+            for block in copy if copy not in self._same else ():
+                place = block.offset, block.lengths
+                other = torch.empty(block.end - block.start, dtype=torch.uint8)
+                self._box(stored, block, other, *place)
+                if place not in read:
+                    read[place] = torch.empty_like(other)
+                    for part in first:
+                        self._box(stored, part, read[place], *place)
+                writers = (part.rank for part in first if part.offset == block.offset)
+                ranks = next(writers, first[0].rank), block.rank
+                check = _ReplicaCheck(stored.name, is_block, ranks, read[place], other)
+                self._checks.append(check)
 
 
 def _is_contiguous(size: Sequence[int], lengths: Sequence[int]) -> bool:

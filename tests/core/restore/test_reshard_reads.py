@@ -130,5 +130,23 @@ def test_replicas_are_compared_unless_they_are_known_to_be_equal(known: bool) ->
     assert torch.equal(target, whole)
     if not known:
         images.data[1][3] ^= 1
-        with pytest.raises(RestoreError, match="w is a tensor of its own on ranks 0, 1"):
+        own = r"w is a tensor of its own on ranks 0, 1, and they differ: .*on_resize=.*skip="
+        with pytest.raises(RestoreError, match=own):
             images.read(BlockReads(images.merged, [want]))
+
+
+def test_blocks_that_differ_come_with_advice_that_helps() -> None:
+    """``on_resize`` gives one rank's entry to others, and no rank has the whole."""
+    whole = torch.arange(6, dtype=torch.int64)
+    images = Images(whole, ((3,),))
+    first, second = images.merged.blocks[0]
+    copy = TensorBlock(rank=2, start=0, end=24, offset=second.offset, lengths=second.lengths)
+    images.merged = merged_of(whole, (first, second), ((copy,),))
+    images.data.append(flat(whole[3:].clone()))
+    want = BlockTarget(position=0, target=flat(torch.empty(6, dtype=torch.int64)))
+    images.read(BlockReads(images.merged, [want]))
+    images.data[2][3] ^= 1
+    with pytest.raises(
+        RestoreError, match=r"differ: the ranks that saved it .* same blocks; skip="
+    ):
+        images.read(BlockReads(images.merged, [want]))
