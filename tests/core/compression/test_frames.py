@@ -12,8 +12,6 @@ from tierfall.core.compression.codec import (
     Packer,
     Unpacker,
     frame_bytes_max,
-    join_planes,
-    split_planes,
 )
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.types.errors import IntegrityError
@@ -50,27 +48,6 @@ def test_one_packer_takes_chunk_after_chunk_and_a_failure_between() -> None:
             out_of.unpack(memoryview(damaged), back[: len(raw)], width=width, what="x")
         out_of.unpack(target[:length], back[: len(raw)], width=width, what="x")
         assert back[: len(raw)] == raw
-
-
-def test_planes_are_the_bytes_by_their_place_and_then_the_remainder() -> None:
-    target = bytearray(11)
-    split_planes(memoryview(b"abcdABCDxyz"), memoryview(target), 4)
-    assert target == b"aAbBcCdDxyz"
-    back = bytearray(11)
-    join_planes(memoryview(target), memoryview(back), 4)
-    assert back == b"abcdABCDxyz"
-
-
-def test_planes_make_floats_smaller_than_zstd_alone() -> None:
-    raw = like_floats(1 << 20, width=4)
-    by_planes, alone = pack(Codec.PLANES, raw, width=4), pack(Codec.ZSTD, raw)
-    assert len(by_planes) < 0.92 * len(alone)
-
-
-def test_bytes_that_do_not_compress_stay_within_the_bound() -> None:
-    for length in (1, 100, BLOCK_BYTES, 9 * BLOCK_BYTES + 1):
-        raw = random.Random(length).randbytes(length)
-        assert len(pack(Codec.ZSTD, raw, level=19)) <= frame_bytes_max(length)
 
 
 def test_a_pool_with_smaller_buffers_serves_a_larger_chunk() -> None:

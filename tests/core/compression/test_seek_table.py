@@ -8,15 +8,8 @@ import struct
 import zstandard
 from compression_help import image_of, packed_file
 
-from tierfall.core.compression.frame_table import seek_table_bytes, write_seek_table
+from tierfall.core.compression.frame_table import seek_table_bytes
 from tierfall.core.types.values import Codec
-
-
-def test_the_bytes_are_those_of_the_format() -> None:
-    assert write_seek_table([1, 3], [2, 4]) == bytes.fromhex(
-        "5e2a4d18 19000000 01000000 02000000 03000000 04000000 02000000 00 b1ea928f"
-    )
-
 
 RAW, MANIFEST = image_of({"complex128": 5008, "float32": 9000, "bfloat16": 8190, "bool": 77})
 

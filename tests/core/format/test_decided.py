@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.core.format.catalog import Listing, decided_in
@@ -45,13 +42,6 @@ def said(*words: str, about: str = ATTEMPT) -> DecidedList:
 # Names -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
-@given(entries())
-def test_a_name_parses_back(entry: Decided) -> None:
-    assert Decided.parse(entry.name) == entry
-    assert keys.is_run_file(f"{keys.DECIDED_FOLDER}/{entry.name}")
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -73,13 +63,6 @@ def test_a_name_of_others_and_a_word_of_a_later_version_are_left_out(name: str) 
     assert Decided.parse(name) is None
     good = said("2 pin")
     assert DecidedList.parse((name, *good.names)) == good
-
-
-def test_the_content_says_what_was_decided_and_why() -> None:
-    (entry,) = said("3 tag best")
-    members = json.loads(entry.encode("the good one", 5.0))
-    assert (members["reason"], members["wall_time_s"]) == ("the good one", 5.0)
-    assert members["tag"] == "best"
 
 
 # What counts -----------------------------------------------------------------------------------------
@@ -125,16 +108,6 @@ def test_an_attempt_id_that_tierfall_does_not_make_gives_a_name_that_parses() ->
     decided = DecidedList().adding(Word.PIN, ID, "../../x")
     assert DecidedList.parse(decided.names).is_pinned(ID, "../../x")
     assert not decided.is_pinned(ID, "../../y")
-
-
-def test_what_is_added_counts_more_than_all_that_is_known() -> None:
-    decided = said("7 pin").adding(Word.UNPIN, ID, ATTEMPT)
-    assert decided.names == (
-        "000007-pin-step-00000400-a0007-0123456789abcdef",
-        "000008-unpin-step-00000400-a0007-0123456789abcdef",
-    )
-    assert not decided.is_pinned(ID, ATTEMPT)
-    assert decided - said("7 pin") == said("8 unpin")
 
 
 # Damage ----------------------------------------------------------------------------------------------

@@ -38,20 +38,6 @@ def abandoned(known: Iterable[Pair]) -> frozenset[CheckpointId]:
     return left_behind(saved, resolve([start(id, begun) for id, begun in known], saved))
 
 
-def left(*pairs: tuple[str, str | None]) -> list[str]:
-    """Name the abandoned ones among (checkpoint, started from) pairs."""
-    known: list[Pair] = [(at(a), None if b is None else at(b)) for a, b in pairs]
-    return [str(id) for id in sorted(abandoned(known))]
-
-
-def test_going_back_twice_behind_the_same_step() -> None:
-    assert left(("1@1", None), ("2@1", None), ("3@1", None), ("3@2", "2@1"), ("2@3", "1@1")) == [
-        "2@1",
-        "3@1",
-        "3@2",
-    ]
-
-
 steps = st.integers(0, 8)
 pairs = st.lists(
     st.tuples(
@@ -83,12 +69,6 @@ def test_what_is_live_rises_from_attempt_to_attempt(known: list[Pair]) -> None:
 
 
 # Attempts whose checkpoints are gone, and numbers that were taken twice -------------------------------
-
-
-def test_what_an_attempt_left_behind_stays_so_when_all_that_it_saved_is_gone() -> None:
-    starts = [start(at("1@1"), None), start(at("2@2"), at("100@1")), start(at("6@3"), at("500@2"))]
-    saved = [(at(one), "x") for one in ("100@1", "400@1", "600@3")]
-    assert left_behind(saved, resolve(starts, saved)) == {at("400@1")}
 
 
 def test_of_two_attempts_of_one_number_the_one_that_began_last_counts() -> None:

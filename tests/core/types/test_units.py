@@ -13,8 +13,6 @@ from tierfall.core.types import units
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import (
     format_duration,
-    format_rate,
-    format_size,
     parse_duration,
     parse_rate,
     parse_share,
@@ -212,33 +210,6 @@ def test_the_schemas_pattern_allows_what_is_read(pattern: str, parse, units_know
         assert re.search(pattern, f"2{unit}"), unit
     for text in ("2zorks", "2gib", "-2", "", "2GiB/min"):
         assert not re.search(pattern, text), text
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1, "1 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (1024 * 1023.97, "1 MiB"),
-        (1610612736, "1.5 GiB"),
-        (17179869184, "16 GiB"),
-        (int(104.7 * 2**30), "105 GiB"),
-        (2**62, "4096 PiB"),
-    ],
-)
-def test_sizes_for_people(size_bytes: float, text: str) -> None:
-    assert format_size(size_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("bytes_per_s", "text"),
-    [(0, "0 B/s"), (2.4e9, "2.4 GB/s"), (5e8, "500 MB/s"), (999.7e6, "1 GB/s")],
-)
-def test_rates_for_people(bytes_per_s: float, text: str) -> None:
-    assert format_rate(bytes_per_s) == text
 
 
 @pytest.mark.parametrize(
