@@ -94,48 +94,6 @@ def test_each_byte_of_several_ranks_is_written_by_one_that_has_it(
     )
 
 
-def test_replicas_are_divided_by_bytes() -> None:
-    sizes = {key: size for key, size in enumerate([400, 300, 200, 100, 100, 100])}
-    tables = [table(sizes), table(sizes), table(sizes, own_bytes=300)]
-    division = assign_writers(tables)
-    load = [0, 0, 300]
-    for key, owner in zip(division.keys, division.owners, strict=True):
-        load[owner] += sizes[int(key)]
-    assert sorted(load) == [500, 500, 500]
-
-
-def test_ranks_write_as_many_bytes_as_others_that_hold_the_same() -> None:
-    """Pairs of ranks hold a tensor each, all four a large one; the third has more of its own than is fair."""
-    shared = {4: 10_000_000}
-    tables = [
-        table(shared | {8 if rank < 2 else 12: 1001}, 6_000_000 * (rank == 2), 100)
-        for rank in range(4)
-    ]
-    division = assign_writers(tables)
-    load = [one.own_bytes for one in tables]
-    for parts in division.parts().values():
-        for start, (rank, end) in zip((0, *(end for _, end in parts)), parts, strict=False):
-            load[rank] += end - start
-    for key, owner in zip(division.keys, division.owners, strict=True):
-        load[owner] += 0 if int(key) in division.parts() else 1001
-    assert sum(load) == 16_002_002
-    assert max(load[0], load[1], load[3]) - min(load[0], load[1], load[3]) <= 2, load
-
-
-def test_what_a_division_makes_more_unequal_is_not_divided() -> None:
-    """Two of three ranks hold a tensor of their own beside one that cannot be divided."""
-    tables = [
-        table({4: 4_000_000} | ({8: 4_000_000} if rank else {}), chunk_bytes=100)
-        for rank in range(3)
-    ]
-    tables[0] = table({4: 4_000_000}, own_bytes=500_000, chunk_bytes=100)
-    for one in tables:
-        one.units[one.keys == 4] = 0
-    division = assign_writers(tables)
-    assert division.parts() == {}
-    assert sorted(division.owners) == [1, 2]
-
-
 def test_what_may_change_at_any_time_or_is_of_one_rank_is_not_shared() -> None:
     state = training()
     names = set(shareable(state).names().values())

@@ -7,24 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from image_help import header_of, load, make_image, restore
+from image_help import header_of, make_image, restore
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
 
-from tierfall.core.load.fill import plan_fill
-from tierfall.core.state.walk import walk_state
-from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import RestoreError
-
-
-def equal(one: nn.Module, other: nn.Module) -> bool:
-    return all(
-        torch.equal(a, b)
-        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    )
 
 
 def compiled_(module: nn.Module) -> nn.Module:
@@ -111,55 +101,6 @@ class Extra(nn.Linear):
         self.note = state
 
 
-@pytest.mark.parametrize(
-    "note",
-    [{"scale": [1.5, None]}, torch.arange(3), {"t": torch.ones(2), "n": 1}, None, "x" * 70_000],
-)
-def test_extra_state_comes_back_through_the_module(note: object) -> None:
-    source = nn.Sequential(compiled_(nn.Sequential(Extra(note))))
-    image, _ = make_image({"m": source, "rng": None})
-    target = nn.Sequential(nn.Sequential(Extra("before")))
-    restore({"m": target, "rng": None}, image)
-    back = target[0][0].note
-    if isinstance(note, torch.Tensor):
-        assert torch.equal(back, note)
-    elif isinstance(note, dict) and "t" in note:
-        assert torch.equal(back["t"], note["t"])
-    else:
-        assert back == note
-    assert "0._orig_mod.0._extra_state" in load(image)["m"]
-
-
-class Fused(nn.Module):
-    """One parameter that its state_dict has as three, cut from it or copied."""
-
-    def __init__(self, *, copies: bool, joins: bool = True) -> None:
-        super().__init__()
-        self.qkv = nn.Parameter(torch.randn(6, 2))
-        self.o = nn.Linear(2, 2)
-        self.copies = copies
-        self.register_state_dict_post_hook(self.split)
-        if joins:
-            self.register_load_state_dict_pre_hook(self.join)
-
-    @staticmethod
-    def split(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, more: object) -> None:
-        whole = state.pop(prefix + "qkv")
-        whole = whole.clone() if module.copies else whole
-        for name, part in zip("qkv", whole.chunk(3), strict=True):
-            state[prefix + name] = part
-
-    @staticmethod
-    def join(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *more: object) -> None:
-        state[prefix + "qkv"] = torch.cat([state.pop(prefix + name) for name in "qkv"])
-
-
-def test_a_parameter_whose_keys_nobody_joins_again_is_an_error() -> None:
-    image, _ = make_image({"m": Fused(copies=True), "rng": None})
-    with pytest.raises(RestoreError, match=r"load_state_dict of m failed"):
-        restore({"m": Fused(copies=True, joins=False), "rng": None}, image)
-
-
 class Scaled(nn.Module):
     """Its state_dict has its parameter twice as large."""
 
@@ -196,50 +137,7 @@ def test_a_scaled_copy_comes_back_where_the_module_undoes_it_and_is_an_error_els
     assert "differs from what was loaded: 'weight'" in caplog.text
 
 
-class Unsteady(nn.Module):
-    """Its state_dict has other keys from call to call: every other time, or each time."""
-
-    def __init__(self, *, period: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3))
-        self.calls = 0
-        self.period = period
-        self.register_state_dict_post_hook(self.count)
-
-    @staticmethod
-    def count(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, more: object) -> None:
-        module.calls += 1
-        if number := module.calls % module.period:
-            state[f"{prefix}call{number}"] = torch.full((2,), float(module.calls))
-
-
-@pytest.mark.parametrize("period", [2, 1000])
-def test_a_module_whose_keys_change_from_call_to_call_is_saved_each_time_and_not_restored(
-    period: int,
-) -> None:
-    source = nn.Sequential(nn.Linear(2, 2), Unsteady(period=period))
-    recall = WalkCache()
-    for calls in range(1, 5):
-        with torch.no_grad():
-            source[1].weight.add_(1)
-        view = walk_state({"m": source, "rng": None}, recall)
-        found = dict(zip(view.names, view.sources, strict=True))
-        wanted = {"m.0.weight", "m.0.bias", "m.1.weight"}
-        wanted |= {f"m.1.call{calls % period}"} if calls % period else set()
-        assert found.keys() == wanted
-        assert torch.equal(found["m.1.weight"], source[1].weight)
-    image, _ = make_image({"m": source, "rng": None})
-    with pytest.raises(RestoreError, match=r"returned different keys|in the checkpoint, not"):
-        restore({"m": nn.Sequential(nn.Linear(2, 2), Unsteady(period=period)), "rng": None}, image)
-
-
 # ---- what does not fit
-
-
-def test_meta_module_is_refused() -> None:
-    image, _ = make_image({"m": nn.Linear(1, 1), "rng": None})
-    with torch.device("meta"), pytest.raises(RestoreError, match="meta"):
-        plan_fill({"m": nn.Linear(1, 1), "rng": None}, header_of(image))
 
 
 class Cached(nn.Linear):

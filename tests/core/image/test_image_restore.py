@@ -12,8 +12,6 @@ import torch
 from image_help import header_of, make_image, restore
 from torch import nn
 
-from tierfall.core.load.choices import Choices
-from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.load import plan_load
 from tierfall.core.types.errors import RestoreError
 
@@ -144,19 +142,6 @@ def test_a_value_does_not_take_the_place_of_tensors() -> None:
     restore(state, image, skip=["d.m"])
     assert state["d"]["n"] == 1
     assert torch.is_tensor(state["d"]["m"])
-
-
-def test_unknown_part_is_refused_with_the_nearest_names() -> None:
-    image, _ = make_image({"model": nn.Linear(1, 1), "extra": {"epoch": 1}, "rng": None})
-    header = header_of(image)
-    with pytest.raises(RestoreError, match=r"'modle'; nearest: model"):
-        plan_fill({}, header, Choices(only=["modle"]))
-    with pytest.raises(RestoreError, match=r"'model\.weigh'.*model\.weight"):
-        plan_fill({}, header, Choices(only=["model.weigh"]))
-    with pytest.raises(
-        RestoreError, match=r"a part of 'extra', which can only be restored as a whole"
-    ):
-        plan_fill({}, header, Choices(only=["extra.epoch"]))
 
 
 # ---- objects with state_dict and load_state_dict

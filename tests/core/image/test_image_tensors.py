@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 import warnings
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_help import bits, load, make_image, restore, saved_and_loaded
+from image_help import load, make_image, restore, saved_and_loaded
 from torch import nn
 
-from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.walk import walk_state
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types.errors import CaptureError, RestoreError
@@ -155,61 +151,3 @@ shapes = st.lists(st.integers(0, 4), max_size=3)
 tensors = st.tuples(st.sampled_from([d for d in DTYPES if d not in QUANTIZED]), shapes).map(
     lambda drawn: random_bits(drawn[0], *drawn[1])
 )
-trees = st.recursive(
-    tensors,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(st.text(max_size=4), inner, max_size=4),
-    ),
-    max_leaves=10,
-)
-
-
-def flattened(tree: object) -> list[tuple[torch.dtype, tuple[int, ...], list[int]]]:
-    if isinstance(tree, torch.Tensor):
-        return [(tree.dtype, tuple(tree.shape), bits(tree))]
-    children = tree.values() if isinstance(tree, dict) else tree
-    return [leaf for child in children for leaf in flattened(child)]
-
-
-@given(trees)
-@settings(max_examples=40, deadline=None)
-def test_any_tree_of_tensors_comes_back(tree: object) -> None:
-    state = {"tree": tree, "rng": None}
-    image, layout = make_image(state)
-    assert flattened(load(image)["tree"]) == flattened(tree)
-    ends = [0]
-    for placement in layout.placements:
-        assert placement.start == ends[-1]
-        ends.append(placement.end)
-    assert ends[-1] == layout.data_bytes
-    safetensors.torch.load(image)
-
-
-def test_data_starts_at_64_kib_with_4_kib_to_spare() -> None:
-    image, layout = make_image({"w": torch.ones(3), "rng": None})
-    assert layout.data_start == 65536
-    (length,) = struct.unpack("<Q", image[:8])
-    assert length == layout.data_start - 8
-    assert image[8 : 8 + length].rstrip(b" ").endswith(b"}")
-    # A header that ends within 4 KiB of the boundary moves the data to the next one.
-    for fill in range(60_000, 62_000, 500):
-        view = walk_state({"v": ["x" * 10_000] * 6 + ["y" * (fill - 60_000)], "rng": None})
-        found = plan_layout(view)
-        used = len(found.header(view).rstrip(b" "))
-        assert found.data_start % 65536 == 0
-        assert found.data_start - 65536 < used + 4096 <= found.data_start
-
-
-def test_structure_is_equal_for_equal_states_only() -> None:
-    def make(**more: object) -> dict[str, object]:
-        return {"w": torch.randn(3), "n": 5, "rng": None, **more}
-
-    one, other = plan_layout(walk_state(make())), plan_layout(walk_state(make(n="another value")))
-    assert one.structure == other.structure
-    assert one.structure.startswith("sha256:")
-    for different in (make(w=torch.ones(4)), make(w=torch.ones(3).double()), make(x=1), {"w": 1}):
-        view = walk_state(different)
-        assert not one.matches(view)
-        assert plan_layout(view).structure != one.structure

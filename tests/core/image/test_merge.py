@@ -2,69 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from image_help import header_of, make_image
-from torch import nn
 
-from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import plan_fill
-from tierfall.core.tensors.dtensor import TensorPiece
 from tierfall.core.types.errors import RestoreError
 
 
 def merged(*states: Any, own: int | None = None) -> MergedHeader:
     headers = {rank: header_of(make_image(state)[0]) for rank, state in enumerate(states)}
     return merge_headers(headers, what="1@1 of several ranks", own=own)
-
-
-def cut(state: Any, name: str, whole: tuple[int, ...], offset: tuple[int, ...]) -> ImageHeader:
-    """The header of a state in which one tensor is a block of a larger one."""
-    header = header_of(make_image(state)[0])
-    return replace(
-        header,
-        tensors=tuple(
-            replace(t, piece=TensorPiece(whole, offset, t.shape)) if t.name == name else t
-            for t in header.tensors
-        ),
-    )
-
-
-def test_stages_of_a_pipeline_add_up() -> None:
-    torch.manual_seed(1)
-    first, second = nn.Linear(2, 3), nn.Linear(3, 4)
-    states = []
-    for key, module in (("0", first), ("1", second)):
-        stage = nn.ModuleDict({key: module})
-        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
-        module.weight.grad = torch.ones_like(module.weight)
-        optimizer.step()
-        states.append({"model": stage, "optimizer": optimizer, "rng": None})
-    found = merged(*states)
-    both = nn.ModuleDict({"0": nn.Linear(2, 3), "1": nn.Linear(3, 4)})
-    optimizer = torch.optim.SGD(both.parameters(), lr=0.5, momentum=0.9)
-    plan = plan_fill({"model": both, "optimizer": optimizer, "rng": None}, found.header)
-    ranks = {
-        found.header.tensors[want.position].name: found.blocks[want.position][0].rank
-        for want in plan.targets
-    }
-    assert ranks["model.0.weight"] == 0
-    assert ranks["model.1.weight"] == 1
-    assert ranks["optimizer.state.model.0.weight.momentum_buffer"] == 0
-    assert ranks["optimizer.state.model.1.weight.momentum_buffer"] == 1
-
-
-def test_a_block_that_is_nowhere_is_reported() -> None:
-    headers = {0: cut({"w": torch.zeros(2, 3), "rng": None}, "w", (3, 3), (0, 0))}
-    found = merge_headers(headers, what="test", own=None)
-    with pytest.raises(RestoreError, match="w: is incomplete"):
-        plan_fill({"w": torch.zeros(3, 3), "rng": None}, found.header)
 
 
 def test_the_tensors_of_one_rank_count_whatever_shape_others_have() -> None:

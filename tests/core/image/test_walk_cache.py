@@ -315,14 +315,6 @@ def test_whatever_changed_between_saves_is_seen(change: Callable[[Run], None]) -
         assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
 
 
-@pytest.mark.parametrize("first", [add_buffer, rename, tie, loose_twice, other_optimizer, wrap])
-def test_changes_one_upon_the_other_are_seen(first: Callable[[Run], None]) -> None:
-    run, recall = Run(), WalkCache()
-    for change in (first, swap_storage, come_earlier, rate, fresh_moments, alias_from_outside):
-        change(run)
-        assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
-
-
 @pytest.mark.parametrize("alias", [alias_from_outside, alias_from_outside_later, loose_twice])
 def test_an_alias_that_goes_leaves_nothing(alias: Callable[[Run], None]) -> None:
     run, recall = Run(), WalkCache()
@@ -427,13 +419,3 @@ def test_a_tensor_that_became_nested_or_sparse_is_walked_as_at_first(
     for held in run.optimizer.state.values():
         held["exp_avg"] = make()
     assert outcome(recall) == outcome(None)
-
-
-def test_an_unchanged_state_is_recognised_also_if_one_tensor_occurs_twice() -> None:
-    run, recall = Run(), WalkCache()
-    one_step_for_all(run)
-    walk_state(run.state, recall)
-    parts = [recall.find(name) for name in ("model", "optimizer.state")]
-    walk_state(run.state, recall)
-    assert all(parts)
-    assert [recall.find(name) for name in ("model", "optimizer.state")] == parts

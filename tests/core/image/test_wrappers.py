@@ -7,48 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from image_help import header_of, load, make_image, restore
-from torch import nn
+from image_help import header_of, make_image, restore
 
 from tests import wrapped
-from tests.wrapped import Coded, CodedMomentum, is_same
+from tests.wrapped import Coded
 from tierfall.core.image.merge import merge_headers
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.state.walk import walk_state
-from tierfall.core.tensors.builtin_codecs import UnknownValue
-from tierfall.core.types.errors import CaptureError, IntegrityError, RestoreError
+from tierfall.core.types.errors import CaptureError, RestoreError
 
 
 def coded(seed: int, rows: int = 4, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     return Coded.of(torch.randn(rows, 6, generator=generator), **options)
-
-
-def trained(seed: int, steps: int) -> tuple[nn.Module, CodedMomentum]:
-    torch.manual_seed(seed)
-    module = nn.Linear(8, 4, bias=False)
-    optimizer = CodedMomentum(module.parameters())
-    train(module, optimizer, steps)
-    return module, optimizer
-
-
-def train(module: nn.Module, optimizer: CodedMomentum, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        module(torch.randn(16, 8)).pow(2).mean().backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_training_with_wrapped_optimizer_state_continues_bit_for_bit(steps_before: int) -> None:
-    module, optimizer = trained(0, 3)
-    image, _ = make_image({"m": module, "o": optimizer})
-    train(module, optimizer, 3)
-    other, its = trained(1, steps_before)
-    restore({"m": other, "o": its}, image)
-    train(other, its, 3)
-    assert torch.equal(module.weight, other.weight)
-    assert is_same(optimizer.state[module.weight]["momentum"], its.state[other.weight]["momentum"])
 
 
 @pytest.mark.parametrize(
@@ -80,31 +51,6 @@ def test_class_inside_a_function_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="top of a module"):
         walk_state({"w": Inside.of(torch.ones(2, 2))})
-
-
-def test_load_names_the_module_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    image, _ = make_image({"w": coded(1), "rng": None})
-    monkeypatch.delattr(wrapped, "Coded")
-    found = load(image)["w"]
-    assert (type(found), found.name) == (UnknownValue, "tests.wrapped.Coded")
-    assert "import tests.wrapped first" in found.reason
-    assert [*found.value] == ["codes", "scale"]
-
-
-def test_damaged_wrapper_is_damage() -> None:
-    image, layout = make_image({"w": coded(1), "rng": None})
-    good = '[\\"w\\",\\"tests.wrapped:Coded\\",[\\"codes\\",\\"scale\\"],'
-    text = image[8 : layout.data_start].decode("ascii")
-    assert good in text
-    for bad in (
-        '[\\"w\\",\\"tests.wrapped:Coded\\",[\\"codes\\",\\"codes\\"],',
-        '[\\"w\\",\\"tests.wrapped:Coded\\",[\\"codes\\",0],',
-        '[\\"w\\",\\"tests.wrapped:Coded\\",[\\"codes\\"],',
-    ):
-        broken = text.replace(good, bad).ljust(len(text))[: len(text)].encode("ascii")
-        data = image[:8] + broken + image[layout.data_start :]
-        with pytest.raises(IntegrityError):
-            header_of(data)
 
 
 def test_image_requires_a_reader_that_knows_wrappers() -> None:
