@@ -3,31 +3,22 @@ mixture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from restore_help import Tiers, flip, holds, state_of
+from restore_help import Tiers, flip, holds
 from several_help import Rank, network, on_all, put_shared
 
-from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.agreement import make_barrier
-from tierfall.core.restore.candidates import RestoreRequest, choose
-from tierfall.core.restore.restore import (
-    RankFailure,
-    RestoreResult,
-    Together,
-    fill_first,
-)
 from tierfall.core.types.errors import (
     RanksError,
     RestoreError,
-    TierfallError,
 )
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId
 
 HALF = "HALF FILLED"
 
@@ -66,15 +57,6 @@ def test_different_ranks_may_fail_at_different_steps(ranks: list[Rank]) -> None:
     restored(ranks)
     assert [holds(rank.state, 3) for rank in ranks] == [True] * 3
     assert {tuple(rank.tried) for rank in ranks} == {tuple(CheckpointId(s, 1) for s in (5, 4, 3))}
-
-
-def test_a_checkpoint_that_one_rank_does_not_find_is_passed_over_by_all(ranks: list[Rank]) -> None:
-    del ranks[1].tiers.found["store", CheckpointId(5, 1)]
-    restored(ranks)
-    assert [holds(rank.state, 4) for rank in ranks] == [True] * 3
-    assert "rank 1: no copy of 5@1 has good records: no tier that answered on this rank has it" in [
-        f.reason for f in ranks[2].tally.fallbacks
-    ]
 
 
 def test_a_state_that_does_not_fit_ends_all_though_an_earlier_rank_would_go_on(
@@ -152,67 +134,3 @@ def test_a_rank_that_went_on_after_its_error_is_not_taken_for_one_that_restores(
     for outcome in outcomes:
         assert isinstance(outcome, RanksError)
         assert "rank 2 filled 4@1 where rank 0 filled 5@1" in str(outcome)
-
-
-# What is told, and what is done where that fails -------------------------------------------------------
-
-
-class Alone:
-    """One rank's fills, with a ``together`` by hand."""
-
-    def __init__(self) -> None:
-        self.tiers = Tiers("store")
-        for step in (4, 5):
-            put_shared([self.tiers], "store", step)
-        self.state = state_of(-1)
-        self.told: list[tuple[str, type | None]] = []
-
-    def fill(self, answer: Callable[[], RankFailure | None], **request: Any) -> RestoreResult:
-        def tell(known: KnownCheckpoint, error: BaseException | None) -> RankFailure | None:
-            self.told.append((str(known.id), None if error is None else type(error)))
-            return answer()
-
-        listings, asked, tally = self.tiers.listings(), RestoreRequest(**request), ReadTally()
-        call: Together = tell
-        return fill_first(
-            self.tiers.chosen(choose(listings, asked, tally)),
-            asked,
-            tally,
-            make_plan=lambda header: plan_fill(self.state, header),
-            shard=Shard(0, 1),
-            make_reader=self.tiers.reader,
-            together=call,
-        )
-
-    def damage(self, step: int) -> None:
-        flip(self.tiers.images["store", CheckpointId(step, 1)], 5)
-
-
-def raising(error: BaseException) -> Callable[[], RankFailure | None]:
-    def answer() -> RankFailure | None:
-        raise error
-
-    return answer
-
-
-def test_own_damage_is_not_restored_though_no_rank_is_reported_to_have_failed() -> None:
-    alone = Alone()
-    alone.damage(5)
-    assert alone.fill(lambda: None).checkpoint.id == CheckpointId(4, 1)
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-@pytest.mark.parametrize("error", [RanksError("rank 3 is gone"), OSError("x")])
-def test_where_the_others_cannot_be_reported_the_restore_ends(
-    error: Exception, damaged: bool
-) -> None:
-    alone = Alone()
-    if damaged:
-        alone.damage(5)
-    with pytest.raises(RestoreError, match=HALF) as caught:
-        alone.fill(raising(error))
-    assert caught.value.__cause__ is error
-    assert ("rank 3 is gone" if isinstance(error, TierfallError) else "OSError('x')") in str(
-        caught.value
-    )
-    assert len(alone.told) == 1

@@ -10,7 +10,6 @@ from several_help import sharded
 
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.records import Commit
-from tierfall.core.restore.agreement import is_whole
 from tierfall.core.restore.inventory import TierMessage, describe, merge_ranks
 from tierfall.core.types.errors import (
     IntegrityError,
@@ -54,23 +53,6 @@ def carried(described: dict[int, dict[str, TierMessage]]) -> dict[int, dict[str,
 def only(listing: Listing) -> FoundCopy:
     (copy,) = listing.copies
     return copy
-
-
-def test_a_tier_lags_if_its_listing_does_on_any_rank() -> None:
-    listings = {rank: Listing(tier="nvme", lags=rank == 1) for rank in range(3)}
-    described = {rank: describe([one], mine=["nvme"]) for rank, one in listings.items()}
-    (listing,) = merge_ranks(carried(described), ["nvme"])
-    assert listing.lags
-
-
-def test_a_copy_that_lacks_files_on_one_node_is_damaged_for_all_and_keeps_its_record() -> None:
-    damage = IntegrityError("nvme: rank-00001: it is missing")
-    copy = only(merged(found(part(0)), found(part(1), damage=damage)))
-    assert str(copy.damage) == "rank 1: nvme: rank-00001: it is missing"
-    assert copy.commit is not None
-    assert len(copy.commit.files) == 4
-    assert not is_whole(copy)
-    assert is_whole(replace(copy, damage=None))
 
 
 def test_a_tier_that_nobody_has_looked_at_is_not_taken_for_empty() -> None:

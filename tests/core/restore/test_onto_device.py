@@ -142,12 +142,6 @@ def test_tensors_of_all_sizes_come_back_bit_for_bit(
     assert all(torch.equal(state[name], t) for name, t in saved.items())
 
 
-def test_a_device_without_streams_is_copied_to_at_once(tiers: Tiers) -> None:
-    state = blank()
-    bring(tiers, state, ring_of(None))
-    assert holds(state, 1)
-
-
 # Order -----------------------------------------------------------------------------------------------
 
 
@@ -236,21 +230,3 @@ def test_what_the_device_reports_fails_the_restore(tiers: Tiers, stream: FakeStr
     with pytest.raises(RestoreError, match=r"illegal memory access.*HALF FILLED"):
         bring(tiers, state, ring_of(stream))
     assert all(mark.is_done() for mark in stream.enqueued)
-
-
-# Page-locked buffers ---------------------------------------------------------------------------------
-
-
-def test_a_refused_lock_is_reported_once_and_the_restore_goes_on(
-    tiers: Tiers, stream: FakeStream, locks: FakeLocks, caplog: pytest.LogCaptureFixture
-) -> None:
-    locks.reason = "CUDA error 2 (out of memory)"
-    ring = ring_of(stream, 3)
-    for _ in range(2):
-        state = blank()
-        bring(tiers, state, ring)
-        assert holds(state, 1)
-    (output,) = caplog.records
-    assert "page-locked" in output.getMessage()
-    ring.release()
-    assert locks.unlocked == []

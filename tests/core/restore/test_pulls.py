@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -15,13 +13,11 @@ from pulls_help import Job, part
 from restore_help import DictImage, flip, start_of
 from several_help import PATIENCE_S, network, on_all
 
-from tierfall.core.copies.images import READ_THREADS
-from tierfall.core.ranks.wire import Connection, WireError
+from tierfall.core.ranks.wire import Connection
 from tierfall.core.restore import pulls
 from tierfall.core.restore.pulled_reader import PulledReader
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError, UnreachableError
-from tierfall.core.types.values import CheckpointId, Shard
 
 RANKS = 4
 ELEMENTS = 4500  # several chunks each
@@ -101,17 +97,6 @@ def test_what_all_want_is_read_once_in_equal_shares(job: Job) -> None:
         assert peer.read() + sum(peer.tally.received.values()) >= data
 
 
-def test_a_header_that_cannot_be_read_on_the_fastest_tier_comes_from_the_next(job: Job) -> None:
-    """Rank 1's disk has rank 0's image, whose header is damaged there."""
-    put_shares(job, 5)
-    (image,) = job.peers[1].put("nvme", part(5, 0, RANKS, share(5, 0)))
-    flip(image, 0)
-    want_own(job)
-    restored(job)
-    assert hold(job, 5)
-    assert "store" in {*job.peers[0].tally.bytes, *(t for t, _ in job.peers[0].tally.received)}
-
-
 @pytest.mark.parametrize("requested", [want_own, want_all])
 @pytest.mark.parametrize("chunks", [[0], [1, 2, 3, 4, 5]])
 def test_a_chunk_that_its_reader_finds_damaged_another_rank_reads(
@@ -162,21 +147,6 @@ def test_a_chunk_that_may_be_read_later_ends_the_restore(job: Job) -> None:
         assert "timeout" in str(outcome)
 
 
-def test_images_of_another_number_of_ranks_are_read_once(job: Job) -> None:
-    """Two ranks saved the same tensors; four restore them."""
-    whole = {"w0": share(5, 0)["w0"], "w1": share(5, 1)["w1"]}
-    parts = [part(5, rank, 2, whole) for rank in range(2)]
-    for peer in job.peers:
-        peer.put("store", *parts)
-        peer.state = {"w0": torch.zeros(ELEMENTS), "w1": torch.zeros(ELEMENTS)}
-        peer.state |= {"epoch": 0, "rng": None}
-    restored(job)
-    assert hold(job, 5)
-    data = len(parts[0].image) - parts[0].manifest.data_start
-    assert sum(peer.read() for peer in job.peers) <= data + 2 * header_bytes(job)
-    assert job.peers[0].images["store", CheckpointId(5, 1), Shard(0, 2)].reads
-
-
 def test_what_the_owner_cannot_read_the_others_read_themselves(job: Job) -> None:
     """One rank's mount is gone; it gets its part, too."""
     copies = put_shares(job, 5)
@@ -200,39 +170,6 @@ def test_a_full_pool_costs_reads_and_nothing_else(
     want_all(job)
     assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
     assert hold(job, 5)
-
-
-def test_chunks_that_are_there_do_not_wait_for_those_of_a_slow_rank(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0's reads end once all others have everything else: a quarter of the chunks, more than a rank's threads."""
-    made = part(5, 0, 1, {"w": torch.arange(200_000, dtype=torch.float32)})
-    chunks = made.manifest.chunk_count - 1
-    slow, *others = job.peers
-    (image,) = slow.put("store", made)
-    filled = dict.fromkeys(others, 0)
-    everything_else, in_time = threading.Event(), []
-
-    def count(peer: Any) -> None:
-        filled[peer] += 1
-        if min(filled.values()) >= chunks - -(-chunks // RANKS):
-            everything_else.set()
-
-    def read(self: DictImage, manifest: Any, index: int, *args: Any, **more: Any) -> memoryview:
-        if self is image and index:
-            in_time.append(everything_else.wait(30))
-        return read_now(self, manifest, index, *args, **more)
-
-    read_now = DictImage.read
-    monkeypatch.setattr(DictImage, "read", read)
-    for peer in others:
-        peer.put("store", made)
-        peer.tally.on_bytes = lambda _, peer=peer: count(peer)  # type: ignore[misc]
-    for peer in job.peers:
-        peer.state = {"w": torch.zeros(200_000), "epoch": 0, "rng": None}
-    assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
-    assert len(in_time) > 3 * READ_THREADS
-    assert all(in_time)
 
 
 def test_each_byte_crosses_to_a_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,95 +198,6 @@ def test_each_byte_crosses_to_a_node_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def whole() -> dict[str, Any]:
     return {f"w{rank}": share(5, rank)[f"w{rank}"] for rank in range(RANKS)}
-
-
-def test_what_one_node_has_each_node_receives_once_and_sends_once(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 alone has it: it does not send a copy to each."""
-    sent: dict[int, list[Any]] = {rank: [] for rank in range(RANKS)}
-    load = pulls.PullNetwork._load
-
-    def count(self: Any, connection: Any, chunk: Any, *rest: Any) -> Any:
-        sent[self._topology.rank] += [chunk] if chunk[1] else []  # but for the header
-        return load(self, connection, chunk, *rest)
-
-    monkeypatch.setattr(pulls.PullNetwork, "_load", count)
-    job.peers[0].put("nvme", part(5, 0, 1, whole()))
-    want_all(job)
-    assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
-    assert hold(job, 5)
-    chunks = [sorted(of_rank) for of_rank in sent.values()]
-    assert len(chunks[0]) == len(set(chunks[0])) > RANKS
-    assert chunks == [chunks[0]] * 3 + [[]]
-
-
-def test_a_node_that_passes_nothing_on_is_passed_over(job: Job) -> None:
-    """Nobody gets anything from rank 1, which reads for itself; rank 2 gets it from rank 0."""
-    made = part(5, 0, 1, whole())
-    job.peers[0].put("nvme", made)
-    job.peers[1].put("store", made)
-    job.peers[1].ranks.secret = b"another"
-    want_all(job)
-    assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
-    assert hold(job, 5)
-    data = data_bytes(job, 5)
-    assert [peer.read() // data for peer in job.peers] == [1, 1, 0, 0]
-
-
-def test_a_source_that_sends_nothing_is_waited_for_by_the_next_node_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rank 0 alone has a fast copy; all others see one on the store. No node waits after another one has."""
-    asked: list[int] = []
-    load = pulls.PullNetwork._load
-
-    def fail(self: Any, connection: Any, chunk: Any, source: int, head: Any) -> Any:
-        if self._topology.rank == source == 0 and chunk[1]:
-            asked.append(chunk[1])
-            raise WireError("it sends nothing")
-        return load(self, connection, chunk, source, head)
-
-    monkeypatch.setattr(pulls.PullNetwork, "_load", fail)
-    with network("abcdefgh") as joined:
-        job = Job.of(joined)
-        made = part(5, 0, 1, whole())
-        for peer in job.peers:
-            peer.put("store" if peer.ranks.shard.rank else "nvme", made)
-        want_all(job)
-        assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
-        assert hold(job, 5)
-    assert len(asked) == len(set(asked)), "by one node"
-
-
-def test_rank_0_is_told_of_a_rank_that_is_gone_by_those_that_had_to_do_with_it() -> None:
-    with network("abcd") as joined:
-        loaded: Future[pulls.LoadedChunk] = Future()
-        loaded.set_result(pulls.LoadedChunk(view=memoryview(b"x"), tier=0))
-        nets = [
-            pulls.PullNetwork(
-                ranks.topology,
-                secret=b"s" * 32,
-                checkpoint="1@1",
-                interface=None,
-                silence_s=5.0,
-                provide=lambda *_: loaded,
-                pool=pulls.ChunkPool(patience_s=5.0),
-            )
-            for ranks in joined
-        ]
-        for one in nets:
-            one.meet([each.address for each in nets])
-        nets[3].pull(2, (2, 1), 2, "")
-        assert [one.lost_s() for one in nets] == [None] * 4
-        nets[2].close()
-        deadline = time.monotonic() + 10
-        while nets[0].lost_s() is None:
-            assert time.monotonic() < deadline
-            nets[3].lost_s()
-            time.sleep(0.01)
-        for one in nets:
-            one.close()
 
 
 def test_ranks_of_one_node_open_no_port(monkeypatch: pytest.MonkeyPatch) -> None:

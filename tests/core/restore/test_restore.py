@@ -16,14 +16,9 @@ from restore_help import (
 )
 
 from tierfall.core.types.errors import (
-    IntegrityError,
-    NotSupportedError,
     RestoreError,
-    UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId
-
-HALF = "HALF FILLED"
 
 
 @pytest.fixture
@@ -32,23 +27,6 @@ def state() -> dict[str, Any]:
 
 
 # Which copy ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "error", [IntegrityError("digest"), UnreachableError("timeout"), NotSupportedError("format 2")]
-)
-def test_a_copy_without_a_good_manifest_is_passed_over_whole(
-    error: Any, state: dict[str, Any]
-) -> None:
-    tiers = Tiers("nvme", "store")
-    bad = tiers.put("nvme", checkpoint(5))
-    bad.manifest_error = error
-    tiers.put("store", checkpoint(5))
-    restored = tiers.restore(state)
-    assert restored is not None
-    assert holds(state, 5)
-    assert bad.reads == []
-    assert any("5@1 on nvme" in output for output in passed_over(restored))
 
 
 def test_a_manifest_that_its_commit_record_does_not_name_is_not_believed(
@@ -92,30 +70,6 @@ def test_copies_of_one_name_with_different_content_are_never_mixed(state: dict[s
 
 
 # Nothing, and could not look -------------------------------------------------------------------------
-
-
-def test_a_step_that_is_named_and_there_needs_no_other_tier_to_answer(
-    state: dict[str, Any],
-) -> None:
-    tiers = Tiers("nvme", "store")
-    tiers.put("nvme", checkpoint(5))
-    tiers.errors["store"] = UnreachableError("timeout")
-    assert tiers.restore(state, step=5) is not None
-    assert holds(state, 5)
-    with pytest.raises(RestoreError, match="store could not be read"):
-        tiers.restore(state, step=4)
-    assert tiers.restore(state_of(-1), tier="nvme") is not None
-
-
-def test_damage_before_any_byte_went_into_the_state_does_not_say_half_filled(
-    state: dict[str, Any],
-) -> None:
-    tiers = Tiers("nvme")
-    flip(tiers.put("nvme", checkpoint(5)), 0)
-    with pytest.raises(RestoreError) as caught:
-        tiers.restore(state)
-    assert HALF not in str(caught.value)
-    assert holds(state, -1)
 
 
 def test_not_one_byte_of_a_damaged_chunk_reaches_the_state(state: dict[str, Any]) -> None:

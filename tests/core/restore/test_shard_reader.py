@@ -13,19 +13,6 @@ from tierfall.core.runtime.threads import run_in_threads
 PATIENCE_S = 20.0
 
 
-def test_after_a_failure_nothing_more_is_begun() -> None:
-    begun: list[int] = []
-
-    def fail(number: int) -> None:
-        begun.append(number)
-        if number == 2:
-            raise KeyError(number)
-
-    with pytest.raises(KeyError, match="2"):
-        run_in_threads(1, fail, range(10))
-    assert begun == [0, 1, 2]
-
-
 def test_failure_is_raised_once_the_other_threads_have_stopped() -> None:
     together = threading.Barrier(2)
     begun: list[int] = []
