@@ -100,9 +100,6 @@ class _Worker:
     def close(self, timeout_s: float) -> None:
         self._ranks.close(timeout_s)
 
-    def leave(self) -> None:
-        self._ranks.leave()
-
     def threads(self) -> list[str]:
         return [thread.name for thread in threading.enumerate() if "tierfall" in thread.name]
 

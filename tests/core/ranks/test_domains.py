@@ -71,8 +71,3 @@ def test_what_is_wrong_with_a_file_of_labels(labels: Path, text: str, says: str)
     labels.write_text(text)
     with pytest.raises(ConfigError, match=says):
         find_domain(labels)
-
-
-def test_a_file_of_labels_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"racks.txt: cannot be read: .*No such file"):
-        find_domain(tmp_path / "racks.txt")

@@ -68,15 +68,6 @@ def test_all_ranks_hear_announcements_in_their_order(network: Network) -> None:
         assert announced == [(("a", number % 3), {"number": number}) for number in range(20)]
 
 
-def test_what_one_rank_tells_reaches_rank_0_alone(network: Network) -> None:
-    for rank in shuffled(network):
-        network.message_trees[rank].report(("t", rank), [rank])
-    network.deliver()
-    output = sorted(heard(network, 0, "told"))
-    assert output == [(("t", rank), [rank], rank) for rank in everybody(network)]
-    assert not any(heard(network, rank, "told") for rank in everybody(network) if rank)
-
-
 def test_rank_0_learns_who_has_sent_and_gets_the_rest_later(network: Network) -> None:
     """A rank is named as missing only if it has not spoken, also below a leader that has not; what comes afterwards is
     handed on as it comes, and what was handed on is not sent again."""
@@ -99,20 +90,3 @@ def test_rank_0_learns_who_has_sent_and_gets_the_rest_later(network: Network) ->
     contribute(network, *(late - set(afterwards)))
     network.deliver()
     assert heard(network, 0, "gathered") == [(X, of(*everybody(network)))]
-
-
-def test_what_is_forgotten_is_never_reported_of_nor_kept(network: Network) -> None:
-    last = len(network.message_trees) - 1
-    contribute(network, *range(last))
-    network.deliver()
-    for message_tree in network.message_trees:
-        message_tree.forget(X)
-    contribute(network, last)
-    contribute(network, *everybody(network))
-    network.message_trees[0].flush_partial(X)
-    network.deliver()
-    assert not heard(network, 0, "gathered") or last == 0
-    assert all(not message_tree.missing(X) for message_tree in network.message_trees)
-    contribute(network, *everybody(network), topic=("y",))
-    network.deliver()
-    assert (("y",), of(*everybody(network))) in heard(network, 0, "gathered")

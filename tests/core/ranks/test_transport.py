@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,17 +52,6 @@ def both() -> Iterator[tuple[Inbox, Inbox]]:
     inboxes[0].post.close(1.0)
 
 
-def test_messages_come_in_their_order_whole_whatever_their_size(
-    both: tuple[Inbox, Inbox], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(post_module, "PACKET_BYTES_MAX", 10)
-    messages = [b"", b"0123456789", b"0123456789a", bytes(range(256)), b"end"]
-    for source, target, rank in ((both[0], both[1], 1), (both[1], both[0], 0)):
-        for message in messages:
-            source.post.send(rank, message)
-        assert [target.next() for _ in messages] == messages
-
-
 def test_a_large_message_of_several_threads_is_not_torn(
     both: tuple[Inbox, Inbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,21 +60,6 @@ def test_a_large_message_of_several_threads_is_not_torn(
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda message: both[1].post.send(0, message), messages))
     assert sorted(both[0].next() for _ in messages) == messages
-
-
-def test_a_store_is_served_until_its_guests_have_left(both: tuple[Inbox, Inbox]) -> None:
-    root, guest = both
-    root.post.send(1, b"the last word")
-    closing = threading.Thread(target=root.post.close, args=(PATIENCE_S,))
-    closing.start()
-    time.sleep(0.3)
-    assert guest.next() == b"the last word"
-    guest.post.send(0, b"on its way")  # and the store is there
-    assert closing.is_alive()
-    guest.post.close(PATIENCE_S)
-    closing.join(PATIENCE_S / 2)
-    assert not closing.is_alive()
-    assert guest.lost.empty()
 
 
 def test_a_guest_that_never_leaves_is_not_waited_for_longer_than_asked(

@@ -1,4 +1,4 @@
-"""Reads from the page cache: into the tensor, hashed there, and read again if they are damaged."""
+"""Reads from the page cache go into the tensor, and are hashed there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from tierfall.core.copies.chunk_reader import (
     TargetWriter,
 )
 from tierfall.core.load.build import Fill
-
-# Pieces ----------------------------------------------------------------------------------------------
 
 
 def fills_of(rng: random.Random) -> list[Fill]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,17 +28,6 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.005)
-
-
-def test_what_hangs_is_unreachable_and_the_others_are_answered(gate: threading.Event) -> None:
-    calls = {"dead": gate.wait, "slow": lambda: True, "dead too": gate.wait}
-    began_s = time.monotonic()
-    found = BoundedCalls().call_all(calls, dict.fromkeys(calls, 0.2), doing="open")
-    assert time.monotonic() - began_s < LONG_S
-    assert found["slow"].get()
-    for name in ("dead", "dead too"):
-        with pytest.raises(UnreachableError, match=f"open: tier {name} has not answered"):
-            found[name].get()
 
 
 def test_a_tier_is_not_called_again_before_its_last_call_has_returned(
@@ -115,16 +103,3 @@ def test_a_tier_that_goes_on_answering_is_waited_for_beyond_the_bound() -> None:
         {"t": read_all}, {"t": 0.1}, doing="list", last_answer_s=last_answer_s
     )
     assert found["t"].get() == 12
-
-
-def thread_of_a_call() -> int:
-    calls = BoundedCalls()
-    return calls.call_all({"t": threading.get_ident}, {"t": LONG_S}, doing="open")["t"].get()
-
-
-def test_a_forked_child_makes_calls_on_threads_of_its_own() -> None:
-    thread_of_a_call()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if thread_of_a_call() else 1)
-    assert os.waitpid(child, 0)[1] == 0
