@@ -13,6 +13,7 @@ from several_help import (
     Rank,
     all_named,
     network,
+    on_all,
     put_parts,
     put_shared,
     sharded,
@@ -21,6 +22,7 @@ from several_help import (
 from tierfall.core.format.catalog import Listing, NotReadError
 from tierfall.core.restore.agreement import (
     Candidates,
+    agree_to_restore,
     choose_candidates,
     complete,
 )
@@ -138,6 +140,38 @@ def two() -> Iterator[list[Rank]]:
     """Two ranks, each on a node of its own."""
     with network("ab") as ranks:
         yield [Rank(one, Tiers(*ORDER), mine=mine_of(n)) for n, one in enumerate(ranks)]
+
+
+def agreed(ranks: list[Rank], **request: Any) -> list[Any]:
+    return on_all(
+        lambda rank=rank: agree_to_restore(
+            rank.ranks,
+            rank.tiers.listings(),
+            RestoreRequest(**request),
+            mine=rank.mine,
+            tally=rank.tally,
+        )
+        for rank in ranks
+    )
+
+
+def test_a_rank_takes_no_shard_from_another_life_of_the_run(two: list[Rank]) -> None:
+    """Rank 1's disk holds an older start's checkpoint of the very same name."""
+    tiers = [rank.tiers for rank in two]
+    parts = []
+    for rank in range(2):
+        made = sharded(5, rank, 2)
+        line = replace(made.commit.lineage, attempt_id="f" * 32)
+        commit = replace(made.commit, lineage=line, wall_time_s=9.0)
+        parts.append(Made(made.image, replace(made.manifest, lineage=line), commit))
+    tiers[0].put("store", replace(parts[0], commit=all_named(parts)))
+    tiers[1].put("nvme", sharded(5, 1, 2))
+    first, second = agreed(two)
+    assert first[0].commit is not None
+    assert second[0].commit is not None
+    assert second[0].commit.lineage == parts[0].commit.lineage
+    assert second[0].copies["nvme"].commit is None
+    assert "another life" in str(second[0].copies["nvme"].damage)
 
 
 # Records that are read later --------------------------------------------------------------------------
