@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 
 from tests.core.flush.test_commits import talk
-from tests.rules import NEWEST_FIRST
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.flush.tasks import Command, CommandKind
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.units import format_count
-from tierfall.core.types.values import CheckpointId, WhenFull
 
 EVERY_S = 10.0
 
@@ -51,49 +48,7 @@ def test_a_tier_that_falls_behind_is_reported_once_and_early(
     assert f"store is {format_count(behind)} checkpoints behind in an hour" in warnings(caplog)[0]
 
 
-def test_saves_that_wait_for_room_do_not_make_the_cadence_look_slower() -> None:
-    world = world_of(copy_s=15.0, images=2)
-    for step in range(1, 7):
-        world.save_soon(step)
-        world.go_on(EVERY_S)
-    behind = world.coordinator.backlog.behind["store"]
-    assert behind == pytest.approx(3600 / EVERY_S - 3600 / 15.0, rel=0.05)
-
-
 # In time ---------------------------------------------------------------------------------------------
-
-
-def test_with_the_newest_first_what_is_older_does_not_make_a_tier_late() -> None:
-    world = world_of(copy_s=25.0, within_s=60.0, flush_order=NEWEST_FIRST)
-    for step in (1, 2, 3, 4):
-        world.save_soon(step)
-        world.go_on(1.0)
-    world.go_on(47.0)
-    assert world.steps_on("store") == [1, 4]
-    world.go_on(100.0)
-    assert world.steps_on("store") == [1, 2, 3, 4]
-    assert world.coordinator.backlog.late == {}
-
-
-def test_what_was_given_up_is_still_missed() -> None:
-    world = world_of(copy_s=1000.0, images=3, when_full=WhenFull.SUPERSEDE)
-    for step in range(1, 6):
-        world.save_soon(step)
-        world.go_on(1.0)
-    assert world.coordinator.backlog.behind_s("store", world.now_s) == pytest.approx(5.0, abs=0.1)
-
-
-def test_a_capture_that_fails_and_what_a_person_deletes_is_not_missed() -> None:
-    world = world_of(copy_s=1000.0, within_s=60.0)
-    region, _ = world.ask_for_region(1)
-    world.fail_capture(world.begin(1, region), CaptureError("on purpose"))
-    world.go_on(1.0)
-    world.save_soon(2)
-    delete = Command(kind=CommandKind.DELETE, id=CheckpointId(2, 1), on_answer=print)
-    world.coordinator.post(delete)
-    world.go_on(100.0)
-    assert world.coordinator.backlog.late == {}
-    assert world.coordinator.backlog.behind_s("store", world.now_s) == 0.0
 
 
 @pytest.mark.parametrize("comes_first", [True, False])
@@ -113,18 +68,6 @@ def test_a_save_that_another_rank_lost_is_not_missed(comes_first: bool) -> None:
     for rank in run.ranks:
         assert rank.coordinator.backlog.behind_s(SHARED_TIER, run.now_s) == 0.0
         assert rank.coordinator.backlog.late == {}
-
-
-def test_what_an_earlier_start_left_counts_from_the_start() -> None:
-    world = world_of(copy_s=1000.0, within_s=60.0)
-    world.save_soon(1)
-    world.go_on(30.0)
-    world.crash()
-    world.start()
-    world.go_on(50.0)
-    assert world.coordinator.backlog.behind_s("store", world.now_s) == pytest.approx(50.0)
-    world.go_on(20.0)
-    assert world.coordinator.backlog.late == {"store": 1}
 
 
 def test_of_several_ranks_rank_0_alone_says_it(caplog: pytest.LogCaptureFixture) -> None:

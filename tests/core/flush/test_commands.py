@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
-from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.world import IMAGE, World, decided_on, file_rules
 from tierfall.core.flush.tasks import (
     AddDecided,
     Command,
     CommandKind,
     DeleteCopy,
-    ReadDecided,
     Task,
 )
 from tierfall.core.format.decided import Word
 from tierfall.core.types.backend import Backend
-from tierfall.core.types.errors import FlushError, StepError
-from tierfall.core.types.values import CheckpointId, SaveOutcome
+from tierfall.core.types.errors import StepError
+from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.stored import StoredTier
 
 FIRST = CheckpointId(1, 1)
@@ -86,28 +82,6 @@ def test_a_pin_that_comes_too_late_is_refused() -> None:
     assert isinstance(answer[0]["tierfall"], StepError)
     assert "just being dropped" in str(answer[0]["tierfall"])
     assert world.steps_on("nvme") == [2]
-
-
-@pytest.mark.parametrize("how", ["deleted", "abandoned"])
-def test_whoever_waits_for_a_copy_that_is_given_up_is_notified(how: str) -> None:
-    world = World([file_rules("nvme")])
-    first = world.save(1)
-    world.settle()
-    second = world.save(2)
-    if how == "deleted":
-        give(world, CommandKind.DELETE, CheckpointId(2, 1))
-    else:
-        world.take_new_attempt()
-        world.started_from = FIRST
-        world.coordinator.lanes["nvme"].give_up(FlushError("on purpose"))
-        while world.tasks:
-            world.run_one()
-        world.save(3)
-    world.settle()
-    assert first.outcome is SaveOutcome.SAVED
-    assert second.outcome is SaveOutcome.FAILED
-    with pytest.raises(FlushError, match=how):
-        second.wait(timeout=0)
 
 
 # Deletions -------------------------------------------------------------------------------------------
@@ -177,72 +151,3 @@ def test_a_drop_for_room_is_planned_anew_if_a_person_deletes_another_meanwhile()
     world.settle()
     assert answer == [{}]
     assert world.steps_on("nvme") == [1, 3]
-
-
-def test_a_deletion_is_completed_on_a_tier_that_could_not_be_read_by_the_start_that_reads_it() -> (
-    None
-):
-    world = saved("nvme", "store")
-    world.crash()
-    world.start(unread=("store",))
-    failed = world.order(CommandKind.DELETE, FIRST)
-    assert "could not be read when the run was opened" in str(failed["store"])
-    assert world.steps_on("nvme") == [2], "no tier waits for another"
-    assert world.steps_on("store") == [1, 2]
-    world.crash()
-    world.start()
-    world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [2]
-
-
-# Lists that others read and write --------------------------------------------------------------------
-
-
-def test_what_a_person_decides_beside_the_trainer_is_read_within_a_minute() -> None:
-    world = saved("nvme", "store")
-    began_s = world.now_s
-    leave(world, "store", Word.PIN)
-    world.settle(limit_s=61.0)
-    assert not waiting(world, ReadDecided)
-    assert world.now_s <= began_s + 61.0
-    assert world.coordinator.ledger.entries[FIRST].pinned
-    assert decided_on([world.disks["nvme"]]).names == decided_on([world.disks["store"]]).names
-
-
-def test_what_is_decided_on_the_disk_of_one_node_is_known_to_every_rank() -> None:
-    run = Many((0, 1), [file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True)])
-    for rank in run.ranks:
-        rank.save(1)
-    run.settle()
-    attempt_id = run.ranks[1].coordinator.ledger.entries[FIRST].attempt_id
-    assert attempt_id is not None
-    last = run.ranks[1].stores[NODE_TIER].decided
-    for word in (Word.PIN, Word.UNPIN):
-        last.add(last.known.next(word, FIRST, attempt_id))
-        run.settle(limit_s=61.0)
-        pinned = [rank.coordinator.ledger.entries[FIRST].pinned for rank in run.ranks]
-        assert pinned == [word is Word.PIN] * 2
-    disks = [*run.disks(NODE_TIER).values(), *run.disks(SHARED_TIER).values()]
-    assert {decided_on([disk]) for disk in disks} == {decided_on(disks)}
-
-
-@pytest.mark.parametrize("pinned", [1, 2])
-def test_a_part_stays_if_it_was_pinned_after_the_others_were_deleted(pinned: int) -> None:
-    """A pin of another step keeps no part of this one."""
-    run = Many((0, 1), [file_rules(NODE_TIER, retain_last=1)])
-    for step in (1, 2):
-        for rank in run.ranks:
-            rank.save(step)
-        if step == 1:
-            run.settle()
-    attempt_id = run.ranks[1].coordinator.ledger.entries[FIRST].attempt_id
-    assert attempt_id is not None
-
-    def pin_in_time() -> None:
-        is_there = [FIRST in run.records(NODE_TIER, at) for at in (0, 1)]
-        if is_there == [False, True] and not decided_on([run.disk(NODE_TIER, 1)]):
-            decide(run.disk(NODE_TIER, 1), Word.PIN, attempt_id, CheckpointId(pinned, 1))
-
-    run.settle(after_each=pin_in_time)
-    assert decided_on([run.disk(NODE_TIER, 1)])
-    assert sorted(id.step for id in run.records(NODE_TIER, 1)) == sorted({pinned, 2})

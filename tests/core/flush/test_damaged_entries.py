@@ -10,13 +10,11 @@ import pytest
 from tests.memory_backend import MemoryBackend
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.core.flush.tasks import (
-    CheckChunk,
     CommandKind,
     DeleteCopy,
-    OpenCheck,
 )
 from tierfall.core.types.errors import BackendError
-from tierfall.core.types.values import CheckpointId, Codec, CopyState
+from tierfall.core.types.values import CheckpointId, Codec
 from tierfall.tiers.stored import StoredTier
 
 FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
@@ -44,10 +42,6 @@ def flip(disk: MemoryBackend, step: int = 1, at: int = -1, name: str = ".safeten
         disk._objects[key] = memoryview(bytes(data))
 
 
-def state(world: World, tier: str, id: CheckpointId = FIRST) -> CopyState:
-    return world.coordinator.ledger.entries[id].state(tier)
-
-
 def damage(world: World, tier: str, id: CheckpointId = FIRST) -> str | None:
     return world.coordinator.ledger.entries[id].damage.get(tier)
 
@@ -73,48 +67,6 @@ def test_damage_that_another_process_has_just_found_stops_a_deletion_by_rule() -
     world.settle()
     assert store.is_committed(FIRST)
     assert damage(world, "nvme", SECOND)
-
-
-# Found when room is needed -----------------------------------------------------------------------
-
-
-def full_of_older_ones() -> World:
-    """A start after steps 1 to 3: the small tier has room for no other, and the large one has them all."""
-    world = saved(
-        (1, 2, 3), file_rules("small", capacity_bytes=int(3.6 * IMAGE)), file_rules("large")
-    )
-    world.started_from = CheckpointId(3, 1)
-    return world
-
-
-def test_room_does_not_wait_for_a_tier_that_answers_no_read() -> None:
-    world = full_of_older_ones()
-    world.start()
-    world.coordinator.ledger.continue_from(CheckpointId(3, 1), attempt=2)
-    world.save(4)
-    for second in range(120):
-        world.now_s = float(second)
-        world.step()
-        while answered := [t for t in world.tasks if not isinstance(t, OpenCheck | CheckChunk)]:
-            world.run(answered[0])
-            world.step()
-    assert 4 in world.steps_on("small")
-
-
-# Found by readers --------------------------------------------------------------------------------
-
-
-def test_what_a_flush_reads_damaged_is_reported_and_read_from_the_next_tier() -> None:
-    """A tier that was away gets an older step; the fastest source turns out to be damaged."""
-    world = saved((1,), file_rules("nvme"), file_rules("disk"), file_rules("pfs"))
-    flip(world.disks["nvme"], at=200)
-    world.disks["pfs"]._objects.clear()
-    world.start()
-    world.settle()
-    assert "does not match" in str(damage(world, "nvme"))
-    for tier in ("disk", "pfs"):
-        assert state(world, tier) is CopyState.COMMITTED
-        world.check(tier)
 
 
 # Removed in mid-run, and nobody said so -----------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -71,48 +70,6 @@ def test_the_half_done_copy_goes_first_then_the_newest_and_what_cannot_arrive_is
     assert lost in describe_drain(forecast)
     world.settle()  # the deadline is over: what was held back comes
     assert world.steps_on("store") == [1, 2, 3, 4, 5]
-
-
-def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    world = throttled("store")
-    world.save(2)
-    world.go_on(1.0)
-    lane = world.coordinator.lanes["store"]
-    assert lane.active is not None
-    lane.active.entry.bytes = {
-        **lane.active.entry.bytes,
-        "host": 10 * IMAGE,
-    }  # a large one, of another world size
-    world.save(3)
-    with caplog.at_level(logging.INFO, logger="tierfall"):
-        forecast = drained(world, 20.0)
-        world.go_on(18.0)
-    assert [(d.checkpoint.step, d.outlook, d.displaced) for d in forecast] == [
-        (2, ArrivalOutlook.TOO_LATE, True),
-        (3, ArrivalOutlook.ARRIVES, False),
-    ]
-    assert "flush of 2@1 to store is preempted" in caplog.text
-    assert world.steps_on("store") == [1, 3]
-    assert world.door.counts["flush_failures"] == {"store": 1}, "the one that gave way"
-    assert not world.coordinator.errors
-    world.settle()
-    assert world.steps_on("store") == [1, 2, 3]
-    world.check("store")
-
-
-def test_rates_that_turn_out_otherwise_change_the_plan() -> None:
-    world = throttled("store")
-    for step in (2, 3, 4, 5):
-        world.save(step)
-    assert [d.outlook for d in drained(world, 40.0)] == [ArrivalOutlook.ARRIVES] * 4
-    world.bytes_per_s["store"] = RATE / 3
-    world.go_on(39.0)
-    assert world.steps_on("store") == [1, 2], "what was begun came, three times as slowly"
-    late = [d.checkpoint.step for d in world.coordinator.drain_schedule.plan if not d.proceeds]
-    assert late == [5, 4, 3]
-    world.bytes_per_s["store"] = RATE * 100
 
 
 @pytest.mark.parametrize("signalled", [0, 1])

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tests.core.ranks.network import Network
-from tierfall.core.capture.snapshot import ReplicaShare
-from tierfall.core.flush.messages import ImageShare, Messages, SaveFailure
+from tierfall.core.flush.messages import Messages, SaveFailure
 from tierfall.core.flush.replicas import ReplicaAssigner
 from tierfall.core.flush.tasks import AssignmentRequest
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
@@ -70,18 +69,6 @@ class Job:
             self.network.deliver()
 
 
-def test_who_never_comes_is_waited_for_no_longer_than_max_wait() -> None:
-    job = Job(["a", "b"])
-    job.ask(0, 1, shareable(4))
-    job.wait(MAX_WAIT_S)
-    assert job.answers[0] == UNANSWERED
-    job.wait(MAX_WAIT_S + 1, since_s=MAX_WAIT_S)
-    assert job.answers[0] is None
-    job.ask(1, 1, shareable(4))  # it is late
-    job.wait(2 * MAX_WAIT_S + 2, since_s=MAX_WAIT_S + 1)
-    assert job.answers[1] is None or job.answers[1] == UNANSWERED
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_ranks_do_each_that_asks_is_answered_soon_and_alike(seed: int) -> None:
     draw = random.Random(seed)
@@ -104,65 +91,3 @@ def test_whatever_ranks_do_each_that_asks_is_answered_soon_and_alike(seed: int) 
         assert len({answer and answer.id for answer in made}) <= 1
         for rank in ranks:
             job.begin(rank, step)
-
-
-def shares_of(
-    job: Job, shares: list[ReplicatedTensors], *, digests: bool
-) -> dict[int, ReplicaShare]:
-    (division,) = {answer.id: answer for answer in job.answers}.values()
-    return {
-        rank: ReplicaShare(
-            structure=share.table.structure,
-            assignment=division.id,
-            digests=share.digests(division) if digests else None,
-        )
-        for rank, share in enumerate(shares)
-    }
-
-
-def summary(share: ReplicaShare) -> ImageShare:
-    """As the rank's image is contributed with."""
-    digests = None if share.digests is None else share.digests.by_group()
-    return ImageShare(structure=share.structure, assignment=share.assignment, digests=digests)
-
-
-def why_not(
-    job: Job, step: int, shares: dict[int, ReplicaShare | None], *, deaf: int | None = None
-) -> str | None:
-    """Let all ranks seal an image of a step; return why they are no checkpoint, as the last rank reads it."""
-    id = CheckpointId(step, 1)
-    job.refused.clear()
-    for rank, share in shares.items():
-        if share is not None and rank != deaf:
-            job.dividers[rank].sealed(id, share)
-    output = {rank: summary(share) for rank, share in shares.items() if share is not None}
-    if job.dividers[0].images_agree(id, output):
-        assert id not in job.refused
-        return None
-    job.network.deliver()
-    assert id in job.refused
-    return job.dividers[-1].named(job.refused[id])
-
-
-def unlike() -> tuple[Job, list[ReplicatedTensors]]:
-    job = Job(["a", "b"])
-    shares = [shareable(4), shareable(4)]
-    for rank in range(2):
-        job.ask(rank, 1, shares[rank])
-    job.network.deliver()
-    assert why_not(job, 1, shares_of(job, shares, digests=True)) is None
-    shares[1].view.sources[0].data.add_(1)
-    return job, shares
-
-
-def test_a_rank_that_does_not_answer_holds_the_refusal_up_no_longer_than_others_wait() -> None:
-    job, shares = unlike()
-    root, id = job.dividers[0], CheckpointId(2, 1)
-    assert not root.end_naming(id), "nothing is asked for yet"
-    both = shares_of(job, shares, digests=True)
-    assert not root.images_agree(id, {rank: summary(share) for rank, share in both.items()})
-    assert id not in job.refused
-    assert root.end_naming(id)
-    assert "not replicas" in job.refused[id].text
-    job.network.deliver()  # the answers come after all
-    assert len(job.refused) == 1

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.simulation.world import IMAGE, World, decided_on, file_rules
 from tierfall.core.flush.tasks import Command, CommandKind
 from tierfall.core.format.decided import Word
-from tierfall.core.types.errors import BackendError, UnreachableError
+from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import TierRules
-from tierfall.tiers.stored import StoredTier
 
 ROOM_FOR_THREE = int(3.85 * IMAGE)
 
@@ -43,23 +40,6 @@ def test_a_full_tier_makes_room_after_a_rollback() -> None:
     assert world.steps_on("pfs") == [4, 5, 6]
 
 
-def test_a_copy_that_cannot_be_read_is_tried_again_and_the_next_one_meanwhile() -> None:
-    pfs = file_rules("pfs", shared=True, capacity_bytes=ROOM_FOR_THREE)
-    world = begun_anew(file_rules("nvme"), pfs, restored=3, read_on="nvme")
-    store = world.stores["pfs"]
-    read: Callable[..., None] = store.read_into
-
-    def bad_sector(id: CheckpointId, *asked: object, **more: object) -> None:
-        if id.step == 3:
-            raise BackendError("input/output error")
-        read(id, *asked, **more)
-
-    store.read_into = bad_sector  # type: ignore[method-assign, assignment]
-    world.settle()
-    world.save_all(4)
-    assert world.steps_on("pfs") == [2, 3, 4]
-
-
 @pytest.mark.parametrize("kind", [CommandKind.PIN, CommandKind.DELETE])
 def test_a_tier_that_is_away_for_a_day_holds_up_no_other_and_gets_what_its_list_lacks(
     kind: CommandKind,
@@ -86,16 +66,3 @@ def test_a_tier_that_is_away_for_a_day_holds_up_no_other_and_gets_what_its_list_
     (word,) = {e.word for e in decided_on([world.disks["store"]])}
     assert word is (Word.PIN if kind is CommandKind.PIN else Word.DELETED)
     assert answer
-
-
-def test_a_command_whose_number_another_process_has_passed_is_decided_again() -> None:
-    world = World([file_rules("nvme", retain_last=1)])
-    world.save_all(1)
-    world.order(CommandKind.PIN, CheckpointId(1, 1))
-    other = StoredTier(name="nvme", run="run", backend=world.disks["nvme"])
-    for word in (Word.UNPIN, Word.PIN, Word.UNPIN):
-        entry = other.decided.read().next(word, CheckpointId(1, 1), world.attempt.id)
-        other.decided.add(entry)
-    assert world.order(CommandKind.PIN, CheckpointId(1, 1)) == {}
-    world.save_all(2, 3)
-    assert world.steps_on("nvme") == [1, 3]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
-from tests.simulation.world import IMAGE, World, file_rules
+from tests.simulation.world import World, file_rules
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.events import SetAside
-from tierfall.core.types.values import Codec, SaveOutcome
+from tierfall.core.types.values import Codec
 
 
 def world_with(*plan: Fault, codec: Codec = Codec.NONE, images: int = 3) -> World:
@@ -30,25 +30,6 @@ def failing(
     times: int | None = 1,
 ) -> Fault:
     return Fault(kind=kind, operation=operation, keys=keys, first=first, times=times)
-
-
-def opened(world: World) -> int:
-    return sum(line.startswith("OpenShard") for line in world.trace)
-
-
-@pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD])
-@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
-def test_a_write_that_fails_is_sent_again_and_nothing_else(codec: Codec, kind: FaultKind) -> None:
-    world = world_with(failing(Operation.WRITE, kind=kind, first=2, times=3), codec=codec)
-    handle = world.save(1)
-    world.settle()
-    assert handle.outcome is SaveOutcome.SAVED
-    assert opened(world) == 1, "the image was begun again"
-    assert world.steps_on("nvme") == [1]
-    world.check("nvme")
-    moved = world.coordinator.lanes["nvme"].edge_bytes["host"]
-    assert moved == IMAGE
-    assert world.door.counts["flush_failures"]["nvme"] >= 1
 
 
 def test_a_source_that_does_not_answer_is_no_stall_of_the_target() -> None:

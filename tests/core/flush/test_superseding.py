@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.simulation.world import World, file_rules
-from tierfall.backends.object.backend import BufferedWriter
 from tierfall.core.flush.tasks import (
     Outcome,
     Task,
@@ -16,16 +15,11 @@ from tierfall.core.flush.tasks import (
 from tierfall.core.types.errors import (
     AccessDeniedError,
     CapacityError,
-    UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
 from tierfall.tiers.stored import StoredTier
 
 FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
-
-
-def silent(*args: Any) -> None:
-    raise UnreachableError("on purpose")
 
 
 def superseding(*rules: Any, images: int = 2, **options: Any) -> World:
@@ -61,19 +55,6 @@ def give_way(world: World, step: int) -> Any:
 
 
 # Superseding -----------------------------------------------------------------------------------------
-
-
-def test_a_tier_that_refuses_writes_is_reported_however_fast_the_saves_are() -> None:
-    world = superseding(images=3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BufferedWriter, "write", silent)
-        for step in range(1, 13):
-            region, _ = world.ask_for_region(step)
-            world.seal(world.begin(step, region))
-            world.settle(limit_s=1.0)
-            world.now_s += 1.0
-    assert "nvme" in world.coordinator.ledger.failing
-    assert "flush of 1@1 to nvme failed" in str(world.coordinator.errors[0])
 
 
 def test_an_image_whose_publishing_has_failed_gives_way_to_a_newer_one() -> None:

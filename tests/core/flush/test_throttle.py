@@ -6,13 +6,10 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import tierfall
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
 from tierfall.core.flush.throttle import Throttle
@@ -67,22 +64,6 @@ def test_a_flush_that_lengthens_the_steps_is_slowed_until_it_does_not() -> None:
     assert trained.world.steps_on("store")[:8] == list(range(60, 481, 60))
 
 
-def test_copies_to_peers_begin_at_the_lowest_rate_and_get_faster_if_steps_do_not_get_longer() -> (
-    None
-):
-    for slowed, most in ((0.0, 1.0), (0.5, 1.1 / 3)):
-        trained = Trained(lambda share, s=slowed: s * share, kind=TierKind.PEER)
-        trained.train(600, save_every=30)
-        lowered = next(at for at, share in enumerate(trained.seen) if share < 1.0)
-        assert trained.seen[lowered] == pytest.approx(1.1 / 3, abs=0.05)
-        assert lowered < 65, "once its rate is known, and how often a save comes"
-        assert max(trained.seen[200:]) <= most + 0.01
-        if slowed == 0.0:
-            assert trained.seen[-1] > 0.9
-        trained.world.go_on(60.0)
-        assert trained.world.coordinator.owed_copies() == ()
-
-
 def test_a_flush_never_yields_so_much_that_its_tier_falls_behind() -> None:
     trained = Trained(lambda share: 0.5)
     trained.train(600, save_every=20)  # a copy takes ten seconds, of the thirty between two
@@ -117,34 +98,3 @@ def test_a_share_of_what_was_measured_is_kept_to_and_does_not_shrink() -> None:
     rates = trained.world.coordinator.rates
     assert rates.write_bytes_per_s("store") == pytest.approx(RATE, rel=0.05)
     assert rates.delivered_bytes_per_s("store") == pytest.approx(RATE / 2, rel=0.05)
-
-
-# The clocks ------------------------------------------------------------------------------------------
-
-
-def config_of(folder: Path, **settings: Any) -> dict[str, Any]:
-    host = {"name": "host", "kind": "host", "folder": str(folder / "memory")}
-    nvme = {"name": "nvme", "kind": "file", "path": str(folder / "nvme"), **settings}
-    return {"run": "run", "tiers": [host, nvme]}
-
-
-def test_steps_of_a_torch_optimizer_are_reported_and_a_pace_reaches_the_tier(
-    tmp_path: Path,
-) -> None:
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tierfall.open(config_of(tmp_path, bandwidth="80MB/s")) as ckpt:
-        for _ in range(5):
-            model(torch.ones(4)).sum().backward()
-            optimizer.step()
-        coordinator = ckpt._session.coordinator
-        ckpt._session.call(lambda: coordinator.throttle.adjust(0.0))
-        assert coordinator.throttle._steps >= 4
-        store = ckpt._session.stores["nvme"]
-        assert store._pace is not None
-        coordinator.throttle._set_pace("nvme", 1e6)
-        assert store._pace.bytes_per_second == 1e6
-        coordinator.throttle._set_pace("nvme", 1e9)
-        assert store._pace.bytes_per_second == 80e6, "never more than what was set"
-        coordinator.throttle._set_pace("nvme", None)
-        assert store._pace.bytes_per_second == 80e6

@@ -13,13 +13,11 @@ from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import Rank
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.flush.tasks import DeleteCopy, KeptFreeError, Task
+from tierfall.core.flush.tasks import DeleteCopy, Task
 from tierfall.core.types.errors import (
     CapacityError,
     FlushError,
     StorageFullError,
-    TierfallError,
-    UnreachableError,
 )
 from tierfall.core.types.values import WhenFull
 
@@ -98,16 +96,6 @@ def test_a_save_waits_no_longer_for_a_tier_than_its_own_max_wait() -> None:
         raise error
 
 
-def test_a_longer_max_wait_of_a_tier_holds_while_memory_is_held_for_it() -> None:
-    world = behind(None, images=2, members={"max_wait_s": 30.0}, max_wait_s=2.0)
-    assert world.save_soon(1) is not None
-    assert world.save_soon(2) is not None
-    answer = world.ask_for_region(3)
-    world.go_on(COPY_S + 1.0)
-    region, error = answer
-    assert (region is not None, error) == (True, None)
-
-
 @pytest.mark.parametrize("node_of", [(0, 1), (0, 1, 1)])
 @pytest.mark.parametrize("seconds", [0.0, 5.0], ids=["soon", "later"])
 def test_one_copy_goes_where_the_disk_of_another_node_than_rank_0s_is_full(
@@ -141,115 +129,6 @@ def test_one_copy_goes_where_the_disk_of_another_node_than_rank_0s_is_full(
         assert not rank.coordinator.busy()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_one_copy_goes_where_the_disks_of_all_nodes_are_full(seed: int) -> None:
-    """Their refusals and rank 0's deletion cross each other."""
-    run = Many((0, 1, 1, 2), [file_rules(NODE_TIER)], seed=seed)
-    for step in (1, 2, 3, 4):
-        for rank in run.ranks:
-            rank.save(step)
-        run.settle()
-    for rank in run.ranks:
-        rank.troubles[NODE_TIER].strike(failing(Operation.CREATE, KeptFreeError))
-
-    def free_node(rank: Rank, task: Task) -> None:
-        for other in run.ranks if isinstance(task, DeleteCopy) else ():
-            if other.node == rank.node:
-                other.troubles[NODE_TIER].stop()
-
-    run.ran = free_node
-    for rank in run.ranks:
-        rank.save(5)
-    run.settle()
-    assert {id.step for id in run.committed(NODE_TIER)} == {2, 3, 4, 5}
-
-
-def test_what_keep_free_refuses_on_another_node_is_no_full_disk(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    run = Many((0, 1), [file_rules(NODE_TIER)])
-    for step in (1, 2):
-        for rank in run.ranks:
-            rank.save(step)
-        run.settle()
-    last = run.ranks[-1]
-    last.troubles[NODE_TIER].strike(failing(Operation.CREATE, KeptFreeError))
-
-    def ran(rank: Rank, task: Task) -> None:
-        if isinstance(task, DeleteCopy):
-            last.troubles[NODE_TIER].stop()
-
-    run.ran = ran
-    for rank in run.ranks:
-        rank.save(3)
-    run.settle()
-    assert {id.step for id in run.committed(NODE_TIER)} == {2, 3}
-    assert "is full" not in caplog.text
-
-
-def test_rank_0_is_asked_again_soon_if_it_was_deleting_when_it_was_asked_for_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Many((0, 1), [file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True)])
-    for step in (1, 2):
-        for rank in run.ranks:
-            rank.save(step)
-        run.settle()
-    last, flusher = run.ranks[-1], run.ranks[0].coordinator.flusher
-    deleter = run.ranks[0].coordinator.deleter
-    last.troubles[NODE_TIER].strike(FULL)
-    note_full, began_s = flusher._note_full, run.now_s
-
-    def is_deleting_at_first(*full: Any) -> None:
-        note_full(*full)
-        deleting = iter([True])
-        monkeypatch.setattr(deleter, "is_deleting", lambda tier: next(deleting, False))
-        monkeypatch.setattr(flusher, "_note_full", note_full)
-
-    monkeypatch.setattr(flusher, "_note_full", is_deleting_at_first)
-
-    def free_some(rank: Rank, task: Task) -> None:
-        if isinstance(task, DeleteCopy) and rank.node == last.node:
-            last.troubles[NODE_TIER].stop()
-
-    run.ran = free_some
-    for rank in run.ranks:
-        rank.save(3)
-    there_s: list[float] = []
-
-    def look() -> None:
-        if 3 in {id.step for id in run.committed(NODE_TIER)}:
-            there_s.append(run.now_s - began_s)
-
-    run.settle(after_each=look)
-    assert there_s[0] < 20
-
-
-@pytest.mark.parametrize("node_of", [(0,), (0, 1)])
-def test_a_copy_waits_on_all_ranks_until_a_slower_tier_has_what_it_is_owed(
-    node_of: tuple[int, ...],
-) -> None:
-    nvme = file_rules(NODE_TIER, capacity_bytes=IMAGE * 5 // 2)
-    run = Many(node_of, [nvme, file_rules(SHARED_TIER, shared=True)], memory_images=1)
-    for rank in run.ranks:
-        rank.troubles[SHARED_TIER].strike(failing(Operation.CREATE, UnreachableError))
-    for step in (1, 2, 3):
-        handles = [rank.save(step) for rank in run.ranks]
-        run.settle(limit_s=100.0)
-    assert {id.step for id in run.committed(NODE_TIER)} == {1, 2}
-    for handle in handles:
-        with pytest.raises(TierfallError, match="nothing more may be deleted there"):
-            handle.wait(NODE_TIER, timeout=0)
-    for rank in run.ranks:
-        rank.troubles[SHARED_TIER].stop()
-    run.settle()
-    assert 3 in {id.step for id in run.committed(NODE_TIER)}
-    assert {id.step for id in run.committed(SHARED_TIER)} == {1, 2, 3}
-    for rank in run.ranks:
-        assert not rank.coordinator.busy()
-        assert not rank.coordinator.ledger.failing
-
-
 def test_a_copy_that_no_room_can_be_made_for_on_another_node_is_given_up_by_all() -> None:
     run = Many((0, 1), [file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True)])
     run.ranks[1].troubles[NODE_TIER].strike(FULL)
@@ -260,24 +139,3 @@ def test_a_copy_that_no_room_can_be_made_for_on_another_node_is_given_up_by_all(
     for handle in handles:
         with pytest.raises(FlushError, match=r"rank 1: .*nothing more may be deleted there"):
             handle.wait(NODE_TIER, timeout=0)
-
-
-def test_a_disk_that_is_full_again_after_it_had_room_is_told_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    run = Many((0,), [file_rules(NODE_TIER)])
-    trouble = run.ranks[0].troubles[NODE_TIER]
-
-    def ran(rank: Rank, task: Task) -> None:
-        if isinstance(task, DeleteCopy):
-            trouble.stop()
-
-    run.ran = ran
-    for step in range(1, 13):
-        if step in (4, 10):
-            trouble.strike(FULL)
-        run.ranks[0].save(step)
-        run.settle()
-    told = [text for text in caplog.messages if text.startswith(f"tier {NODE_TIER} is full")]
-    assert len(told) == 2
-    assert f"tier {NODE_TIER} has room for" in caplog.text

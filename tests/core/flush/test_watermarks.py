@@ -12,7 +12,6 @@ from tierfall.core.types.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.types.values import Codec
 from tierfall.tiers.stored import StoredTier
 
 ENTRY = int(1.1 * IMAGE)
@@ -24,20 +23,6 @@ def saved(world: World, steps: range) -> World:
         world.save(step)
         world.run_all()
     return world
-
-
-def test_a_tier_that_packs_holds_as_many_as_fit_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is expected to take what it takes in memory, the others as much as the one before them."""
-    monkeypatch.setattr(World, "image", lambda world, id: bytes([id.step]) * IMAGE)
-    rules = file_rules("nvme", capacity_bytes=int(1.2 * IMAGE))
-    world = saved(World([rules], codecs={"nvme": Codec.ZSTD}), range(1, 8))
-    assert world.steps_on("nvme") == list(range(1, 8))
-    used = world.coordinator.ledger.used_bytes("nvme")
-    assert IMAGE / 5 < used <= int(1.2 * IMAGE)
-    held = saved(world, range(8, 40)).steps_on("nvme")
-    assert held == list(range(held[0], 40)), "it fills up, and the oldest go"
-    assert held[0] > 1
-    assert world.coordinator.ledger.used_bytes("nvme") <= int(1.2 * IMAGE)
 
 
 def test_a_disk_that_is_full_below_its_capacity_gives_up_one_copy_at_a_time(
