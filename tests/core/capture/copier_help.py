@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,6 @@ from tierfall.core.state.walk import walk_state
 
 KIB = 1 << 10
 JUNK = 0xA5
-PATIENCE_S = 20.0
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -99,23 +97,3 @@ def check(made: Made, image: bytes) -> None:
     assert marks[-1] == count
     for _, below in made.told:
         assert below == image[: len(below)], "the watermark stood above bytes that were not final"
-
-
-def in_threads(*functions: Callable[[], Any]) -> None:
-    """Run functions at once and raise the first failure."""
-    errors: list[BaseException] = []
-
-    def guarded(function: Callable[[], Any]) -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 import tierfall
 from tests.core.capture.lazy_help import Trainer, saved, warmed_up
@@ -27,17 +26,10 @@ FIRST = 2
 Deed = Callable[["Run"], object]
 BY_CHILD: dict[str, Deed] = {}
 """What a child that was forked by hand does; what it returns is told."""
-BY_PARENT: dict[str, Deed] = {}
-"""What the parent does, which forks children by itself."""
 
 
 def by_child(deed: Deed) -> Deed:
     BY_CHILD[deed.__name__] = deed
-    return deed
-
-
-def by_parent(deed: Deed) -> Deed:
-    BY_PARENT[deed.__name__] = deed
     return deed
 
 
@@ -57,17 +49,6 @@ class Run:
 
 
 # What children do -------------------------------------------------------------------------------------
-
-
-def train_a_probe(_: object = None) -> float:
-    """An optimizer of the child's own, of a model of its own."""
-    torch.set_num_threads(1)  # torch's threads do not come over a fork
-    probe = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
-    for _ in range(3):
-        probe(torch.ones(4)).sum().backward()
-        optimizer.step()
-    return float(probe.bias.detach())
 
 
 @by_child
@@ -105,44 +86,12 @@ def leaves_the_with_block(run: Run) -> object:
         return "left"
 
 
-@by_child
-def has_a_run_of_its_own(run: Run) -> object:
-    trainer = Trainer()
-    folder = run.folder / f"child-{os.getpid()}"
-    with tierfall.open(config(folder, run.folder / "memory", "child")) as ckpt:
-        warmed_up(ckpt, trainer)
-        before = trainer.now()
-        handle = ckpt.save(2, trainer.state)
-        trainer.step()
-        handle.wait(timeout=PATIENCE_S)
-    return [handle.stats.lazy, same(before, saved(folder / "disk", 2))]
-
-
-# What parents do --------------------------------------------------------------------------------------
-
-
-class Augmented(Dataset[torch.Tensor]):
-    """Trains a model for each of its samples, in whatever process that is."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        return torch.tensor(train_a_probe())
-
-
-@by_parent
-def reads_by_workers(run: Run) -> object:
-    loader = DataLoader(Augmented(), batch_size=2, num_workers=2, multiprocessing_context="fork")
-    return sum(len(batch) for batch in loader)
-
-
 # The program ------------------------------------------------------------------------------------------
 
 
-def config(folder: Path, memory: Path, name: str) -> dict[str, Any]:
+def config(folder: Path, memory: Path) -> dict[str, Any]:
     return {
-        "run": name,
+        "run": "run",
         "chunk": "16KiB",
         "capture": {"bandwidth": "300KB/s"},  # the parent's thread is far from done when it forks
         "tiers": [
@@ -184,8 +133,7 @@ def live(name: str, step: int, run: Run) -> dict[str, Any]:
     run.handle = run.ckpt.save(step, trainer.state)
     assert run.handle.stats.lazy
     under_way = not run.handle.done("host")
-    by_child = BY_CHILD.get(name)
-    answer = {"told": BY_PARENT[name](run)} if by_child is None else forked(by_child, run)
+    answer = forked(BY_CHILD[name], run)
     trainer.step()
     run.handle.wait(timeout=PATIENCE_S)
     fresh = Trainer()
@@ -199,10 +147,10 @@ def live(name: str, step: int, run: Run) -> dict[str, Any]:
 
 
 def main(folder: Path, memory: Path) -> None:
-    with tierfall.open(config(folder, memory, "run")) as ckpt:
+    with tierfall.open(config(folder, memory)) as ckpt:
         run = Run(ckpt, folder)
         warmed_up(ckpt, run.trainer)
-        for step, name in enumerate((*BY_CHILD, *BY_PARENT), FIRST):
+        for step, name in enumerate(BY_CHILD, FIRST):
             print(json.dumps({"deed": name, **live(name, step, run)}), flush=True)
             run.trainer.step()
 

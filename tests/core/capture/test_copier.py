@@ -146,18 +146,6 @@ def test_a_write_to_one_percent_of_a_tensor_is_found_in_the_image(kind: str) -> 
             source.data.copy_(before)
 
 
-def test_a_write_to_one_percent_of_one_tensor_among_many_is_found() -> None:
-    sources = {f"w{number:02}": noise(1 << 16, seed=number) for number in range(60)}
-    for seed in range(3):
-        made = make(lazily(**sources), 1 << 20)
-        name = f"w{seed * 3:02}"
-        sources[name].data[writes(torch.Size([1 << 16]), seed)["in a row"]] += 1
-        made.filling.run()
-        with pytest.raises(StateChangedError) as caught:
-            made.filling.check_image()
-        assert caught.value.tensors == (f"on.{name}",)
-
-
 @pytest.mark.parametrize(
     ("rows", "share"), [(25, 0.1), (64, 0.1), (101, 0.6), (109, 0.1), (303, 0.1), (512, 0.6)]
 )

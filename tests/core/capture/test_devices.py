@@ -462,28 +462,6 @@ def test_a_slab_is_free_again_after_a_capture_that_failed(
         wait_until(lambda: slab.largest_free_bytes == SLAB_BYTES, "its blocks are back")
 
 
-# The slab --------------------------------------------------------------------------------------------
-
-
-def test_blocks_of_a_slab_do_not_overlap_and_come_back() -> None:
-    slab = DeviceSlab(torch.zeros(8 * 512, dtype=torch.uint8))
-    blocks = [slab.reserve(700) for _ in range(4)]
-    assert all(block is not None and block.tensor.numel() == 700 for block in blocks)
-    starts = sorted(block.tensor.storage_offset() for block in blocks if block)
-    assert starts == [0, 1024, 2048, 3072]
-    assert slab.reserve(1) is None
-    assert slab.largest_free_bytes == 0
-    for block in (blocks[1], blocks[2]):
-        assert block is not None
-        block.release()
-        block.release()
-    assert slab.largest_free_bytes == 2048
-    assert slab.reserve(2049) is None
-    between = slab.reserve(2048)
-    assert between is not None
-    assert between.tensor.storage_offset() == 1024
-
-
 # Where things are ------------------------------------------------------------------------------------
 
 

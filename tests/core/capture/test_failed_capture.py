@@ -63,30 +63,6 @@ def test_an_image_for_which_no_barrier_comes_is_not_sealed_over_a_change(
         still_saves(ckpt, trainer, 3, tmp_path / "disk")
 
 
-def test_what_was_changed_is_copied_at_once_from_then_on(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As an embedding with max_norm, which forward renormalizes."""
-    trainer, wanted = Trainer(), {}
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        handles = []
-        for step in range(2, 5):
-            wanted[step] = trainer.now()
-            handles.append(lazy_save(ckpt, trainer, step))
-            with torch.no_grad():
-                trainer.model[0].weight.mul_(0.99)
-            trainer.step()
-        assert isinstance(failed(handles[0]), StateChangedError)
-        for handle in handles[1:]:
-            handle.wait(timeout=PATIENCE_S)
-    for step in range(3, 5):
-        assert_same(saved(tmp_path / "disk", step), wanted[step])
-    (warning,) = [r.getMessage() for r in caplog.records if "from now on" in r.getMessage()]
-    assert "model.0.weight" in warning
-    assert "wait_captured()" in warning
-
-
 def test_a_frozen_parameter_that_changes_takes_the_trust_from_all_of_them(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:

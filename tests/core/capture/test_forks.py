@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.core.capture.forking import BY_CHILD, BY_PARENT
+from tests.core.capture.forking import BY_CHILD
 
 HARMLESS = [
     "frees_storages",
@@ -35,7 +35,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return {answer["deed"]: {**answer, "log": done.stderr} for answer in found}
 
 
-@pytest.mark.parametrize("deed", [*BY_CHILD, *BY_PARENT])
+@pytest.mark.parametrize("deed", BY_CHILD)
 def test_the_checkpoint_of_the_parent_is_whole_whatever_its_child_does(
     answers: dict[str, dict[str, Any]], deed: str
 ) -> None:
@@ -61,10 +61,3 @@ def test_a_childs_own_exception_is_its_own(answers: dict[str, dict[str, Any]]) -
     answer = answers["raises_in_the_with_block"]
     assert answer["error"] == "ZeroDivisionError: the child's own\n"
     assert "closing failed" not in answer["log"]
-
-
-def test_a_child_may_have_a_run_of_its_own_and_a_parent_workers_that_train(
-    answers: dict[str, dict[str, Any]],
-) -> None:
-    assert answers["has_a_run_of_its_own"]["told"] == [True, True], "lazy, and right"
-    assert answers["reads_by_workers"]["told"] == 8

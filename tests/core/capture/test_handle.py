@@ -10,7 +10,6 @@ import pytest
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.types.errors import (
-    CaptureError,
     ConfigError,
     FlushError,
 )
@@ -38,16 +37,6 @@ def test_what_is_done_is_done_though_another_tier_failed() -> None:
 
 
 # Failing ---------------------------------------------------------------------------------------------
-
-
-def test_raised_again_and_again_the_original_does_not_grow() -> None:
-    handle = handle_for("nvme")
-    original = CaptureError("changed")
-    handle.on_given_up(SaveOutcome.FAILED, original)
-    for _ in range(5):
-        with pytest.raises(CaptureError):
-            handle.captured()
-    assert original.__traceback__ is None
 
 
 def test_a_tier_on_the_way_that_failed_is_reported_but_does_not_decide() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from tests.core.capture.lazy_help import (
     warmed_up,
 )
 from tests.core.fake_device import FakePlaces, FakeStream
-from tests.steps import refuse_threads
 from tierfall.core.capture import copier
 from tierfall.core.types.errors import CaptureError
 from tierfall.run import saver
@@ -89,30 +87,6 @@ def test_an_image_that_several_threads_hashed_is_the_state(
             handle.wait(timeout=PATIENCE_S)
             assert_same(saved(tmp_path / "disk", step), before)
     assert len(digests.threads) == threads
-
-
-def test_threads_that_cannot_be_started_are_done_without(
-    make_config: MakeConfig,
-    places: FakePlaces,
-    digests: Digests,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
-    """As where the limit of a user's processes is reached."""
-    trainer = Trainer()
-    refuse_threads(monkeypatch, "-hash-", after=1)
-    with caplog.at_level(logging.WARNING), tierfall.open(config_of(make_config, 4)) as ckpt:
-        warmed_up(ckpt, trainer)
-        for step in (2, 3):
-            before = trainer.now()
-            handle = lazy_save(ckpt, trainer, step)
-            trainer.step()
-            handle.wait(timeout=PATIENCE_S)
-            assert_same(saved(tmp_path / "disk", step), before)
-    (entry,) = [r.getMessage() for r in caplog.records if "thread" in r.getMessage()]
-    assert "goes on with 2 of 4 threads" in entry
-    assert "can't start new thread" in entry
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3)])

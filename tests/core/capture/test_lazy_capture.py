@@ -48,30 +48,6 @@ def test_the_next_save_and_the_end_wait_for_the_capture_too(
     assert_same(saved(tmp_path / "disk", 4), fourth)
 
 
-# When it is not lazy ---------------------------------------------------------------------------------
-
-
-def test_a_hook_that_fails_never_breaks_the_step(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = Trainer()
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        lazy_save(ckpt, trainer, 2)
-        calls: list[float | None] = []
-
-        def broken(timeout: float | None, *, in_order: bool) -> None:
-            calls.append(timeout)
-            raise RuntimeError("broken")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(ckpt._capturer, "wait_copied", broken)
-            before = trainer.now()
-            trainer.step()
-        assert calls == [30.0]
-        assert not torch.equal(before["model.0.weight"], trainer.now()["model.0.weight"])
-
-
 # Pace ------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,42 +92,6 @@ def test_a_write_that_only_the_edge_of_one_chunk_has_met_is_found(
         edge.copy_(kept)
         trainer.step()
         assert isinstance(failed(handle), StateChangedError)
-
-
-class Shadow:
-    """A moving average of the user's own, which hands out tensors that no optimizer steps."""
-
-    def __init__(self, model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.tensors = [make(parameter.detach().clone()) for parameter in model.parameters()]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.tensors, "decay": 0.9}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensors = state["shadow"]
-
-
-SHADOWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "plain": lambda t: t,
-    "parameters": nn.Parameter,
-    "frozen parameters": lambda t: nn.Parameter(t, requires_grad=False),
-}
-
-
-@pytest.mark.parametrize("kind", SHADOWS)
-def test_tensors_inside_an_objects_state_dict_are_fixed_when_save_returns(
-    make_config: MakeConfig, tmp_path: Path, held: Held, kind: str
-) -> None:
-    trainer = Trainer()
-    shadow = Shadow(trainer.model, SHADOWS[kind])
-    trainer.state["shadow"] = shadow
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        before = [tensor.detach().clone() for tensor in shadow.tensors]
-        handle = save_and_damage(ckpt, trainer, held, shadow.tensors)
-        handle.wait(timeout=PATIENCE_S)
-    found = tierfall.load(tmp_path / "disk", step=2)["shadow"]["shadow"]
-    assert all(map(torch.equal, found, before))
 
 
 @pytest.mark.parametrize("kind", ["gaps", "shared", "complex", "conjugated"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,36 +23,8 @@ from tierfall.core.types.errors import CaptureError
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
-NOT_SEEN = (
-    "no optimizer step was seen since the last save. If no torch optimizer updates the state, call wait_captured() "
-    "before each update, or make it within guard()"
-)
-
-
-def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if "captures blocking" in r.getMessage()]
-
 
 # With torch optimizers -------------------------------------------------------------------------------
-
-
-def test_gradients_accumulate_while_the_state_is_captured(
-    make_config: MakeConfig, tmp_path: Path, still: Still
-) -> None:
-    trainer = Trainer()
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        still.hold()
-        before = trainer.now()
-        handle = lazy_save(ckpt, trainer, 2)
-        for _ in range(3):
-            trainer.backward()
-        assert not handle.done("host"), "no backward waited for it"
-        trainer.optimizer.step()
-        assert any(not torch.equal(before[n], after) for n, after in trainer.now().items())
-        still.go()
-        handle.wait(timeout=PATIENCE_S)
-    assert_same(saved(tmp_path / "disk", 2), before)
 
 
 def test_the_capture_goes_on_through_a_step_that_the_scaler_skips(
@@ -115,86 +86,10 @@ def test_the_first_of_two_optimizers_waits_for_the_state_of_both(
 # Updates that no hook of torch's sees ----------------------------------------------------------------
 
 
-class ByHand:
-    """A model that something else than a torch optimizer updates; backward is part of the update."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = torch.nn.Sequential(torch.nn.Linear(40, 100), torch.nn.Linear(100, 40))
-        self.state = {"model": self.model}
-
-    def backward(self) -> None:
-        self.model(torch.randn(4, 40)).pow(2).mean().backward()
-
-    def update(self) -> None:
-        self.backward()
-        descend(self.model)
-
-    def now(self) -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in self.model.state_dict().items()}
-
-
-class Lomo(ByHand):
-    """Each parameter is updated in the backward pass, as soon as its gradient is there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for parameter in self.model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._descend)
-
-    @staticmethod
-    def _descend(parameter: torch.Tensor) -> None:
-        with torch.no_grad():
-            parameter.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
-        parameter.grad = None
-
-    def update(self) -> None:
-        self.backward()
-
-
-class Foreign(ByHand):
-    """An optimizer that is none of torch's, as DeepSpeed's are."""
-
-    class Optimizer:
-        def __init__(self, model: torch.nn.Module) -> None:
-            self._model = model
-
-        def step(self) -> None:
-            descend(self._model)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.optimizer = self.Optimizer(self.model)
-
-    def update(self) -> None:
-        self.backward()
-        self.optimizer.step()
-
-
 def descend(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
         parameter.grad = None
-
-
-@pytest.mark.parametrize("kind", [Lomo, Foreign])
-def test_updates_that_no_barrier_brackets_make_saves_block_and_that_is_reported_once(
-    make_config: MakeConfig,
-    tmp_path: Path,
-    still: Still,
-    caplog: pytest.LogCaptureFixture,
-    kind: Callable[[], ByHand],
-) -> None:
-    loop, wanted = kind(), {}
-    with tierfall.open(make_config()) as ckpt:
-        for step in range(1, 4):
-            loop.update()
-            wanted[step] = loop.now()
-            assert not ckpt.save(step, loop.state).stats.lazy
-            loop.update()  # at once
-    for step, before in wanted.items():
-        assert_same(dict(tierfall.load(tmp_path / "disk", step=step)["model"]), before)
-    assert reasons(caplog) == [f"this save captures blocking: {NOT_SEEN}"]
 
 
 def test_what_replays_of_a_graph_change_is_copied_at_once_and_that_is_reported_once(

@@ -212,21 +212,3 @@ def test_what_no_optimizer_owns_is_copied_before_save_returns(
         held.free.set()
         handle.wait("disk")
     assert_saved(tmp_path / "disk", before)
-
-
-@pytest.mark.parametrize("model_first", [True, False])
-def test_a_module_and_its_state_dict_are_lazy_unless_one_is_declared(
-    make_config: MakeConfig, held: Held, model_first: bool
-) -> None:
-    trainer = Trainer()
-    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
-        warmed_up(ckpt, trainer)
-        weights = byte_count(flat_tensors(dict(trainer.model.state_dict())))
-        for step, changes in ((2, None), (3, "anytime")):
-            plain = tierfall.item(dict(trainer.model.state_dict()), changes=changes)  # type: ignore[arg-type]
-            both = {"model": trainer.model, "plain": plain, "again": trainer.model.state_dict()}
-            state = both if model_first else dict(reversed(both.items()))
-            handle = ckpt.save(step, {**state, "optimizer": trainer.optimizer})
-            moments = byte_count(trainer.now()) - weights
-            assert handle.stats.lazy_bytes == moments + (weights if changes is None else 0)
-            trainer.step()

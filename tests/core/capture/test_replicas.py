@@ -147,22 +147,11 @@ def test_tensors_that_do_not_lie_in_order_are_alike_where_they_are(
     assert all(ranks.alike(ordinal) for ordinal in range(SAVES))
 
 
-def test_a_rank_that_shares_nothing_compares_nothing() -> None:
-    values = tensors()
-    ranks = Ranks(state_of(values), state_of(values), state_of({"other": torch.ones(3)}))
-    assert len(ranks.division.keys)
-    assert all(ranks.alike(ordinal) for ordinal in range(3))
-
-
 def test_tensors_of_which_one_is_a_slice_are_no_replicas() -> None:
     """The bytes that are sampled of the two would differ, though the tensors are equal."""
     wide = torch.randn(8, 16)
     states = [state_of({"w": each}) for each in (wide[:, :4], wide[:, :4].contiguous())]
     assert not len(Ranks(*states).division.keys)
-
-
-def test_tensors_in_channels_last_format_are_compared() -> None:
-    assert Ranks(in_channels_last(0), in_channels_last(1)).found(1) == "conv.weight"
 
 
 # On devices ------------------------------------------------------------------------------------------
@@ -215,21 +204,6 @@ def test_tensors_on_devices_are_summed_in_turns_and_each_turn_has_some(
         other[name].as_subclass(torch.Tensor).view(torch.int16)[-1] += 1
         found = [DeviceRanks(on_device(), other, stream=stream).found(n) for n in range(4)]
         assert set(found) - {None} == {name}
-
-
-def test_tensors_that_are_conjugated_or_negated_later_are_compared_on_devices(
-    stream: FakeStream,
-) -> None:
-    def made(seed: int) -> dict[str, torch.Tensor]:
-        torch.manual_seed(seed)
-        numbers = torch.randn(40, dtype=torch.complex128)
-        kinds = {"conjugated": numbers.conj(), "negated": numbers.conj().imag}
-        return {name: value.as_subclass(OnDevice) for name, value in kinds.items()}
-
-    alike = DeviceRanks(made(0), made(0), stream=stream)
-    assert all(alike.alike(ordinal) for ordinal in range(3))
-    apart = DeviceRanks(made(0), made(1), stream=stream)
-    assert not any(apart.alike(ordinal) for ordinal in range(3))
 
 
 def test_what_a_device_cannot_sum_up_is_no_difference(stream: FakeStream) -> None:

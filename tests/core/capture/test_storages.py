@@ -79,26 +79,12 @@ def share(trainer: Trainer) -> None:
     trainer.model.share_memory()
 
 
-def share_moments(trainer: Trainer) -> None:
-    for entries in trainer.optimizer.state.values():
-        entries["exp_avg"].share_memory_()
-
-
 def send(trainer: Trainer) -> None:
     context = torch.multiprocessing.get_context("fork")
     ear, mouth = context.Pipe()
     weight = trainer.model[0].weight.detach()  # type: ignore[operator]
     mouth.send(weight)
     assert torch.equal(ear.recv(), weight)
-
-
-def send_by_name(trainer: Trainer) -> None:
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        send(trainer)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
 
 
 def in_a_thread(trainer: Trainer) -> None:
@@ -110,9 +96,7 @@ def in_a_thread(trainer: Trainer) -> None:
 
 WAYS: list[Callable[[Trainer], Any]] = [
     free,
-    share_moments,
     send,
-    send_by_name,
     in_a_thread,
 ]
 
@@ -170,26 +154,6 @@ def test_memory_whose_tensor_gets_another_one_is_read_to_its_end(
         assert read
         with pytest.raises(StateChangedError, match="exp_avg"):
             handle.captured(timeout=PATIENCE_S)
-
-
-def test_storages_that_are_not_captured_wait_for_nothing(
-    make_config: MakeConfig, tmp_path: Path, held: Held
-) -> None:
-    trainer, other = Trainer(), torch.ones(1000)
-    gradients = [torch.ones(10), torch.ones(0)]
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        before = trainer.now()
-        held.hold()
-        handle = lazy_save(ckpt, trainer, 2)
-        other.untyped_storage().resize_(0)
-        for gradient in gradients:
-            gradient.share_memory_()
-        assert not is_copied(ckpt)
-        held.free.set()
-        trainer.step()
-        handle.wait(timeout=PATIENCE_S)
-    assert_same(saved(tmp_path / "disk", 2), before)
 
 
 def test_torch_has_its_own_methods_when_no_run_is_open(make_config: MakeConfig) -> None:
