@@ -42,28 +42,6 @@ def step_save_zero(t: Training, save: Save, **zero: bool) -> None:
     t.optimizer.zero_grad(**zero)
 
 
-def two_networks(t: Training, save: Save, **zero: bool) -> None:
-    """As a GAN: the loss of one leaves gradients in the other, which its optimizer has stepped already."""
-    t.others.zero_grad(**zero)
-    t.other(t.out().detach()).mean().backward()
-    t.others.step()
-    t.optimizer.zero_grad(**zero)
-    t.other(t.out()).mean().backward()
-    t.optimizer.step()
-    save()
-
-
-def closure(t: Training, save: Save, **zero: bool) -> None:
-    def loss() -> float:
-        t.optimizer.zero_grad(**zero)
-        found = t.out().pow(2).mean()
-        found.backward()
-        return float(found.detach())
-
-    t.optimizer.step(loss)
-    save()
-
-
 def left_out_by_the_loop(t: Training, save: Save, **zero: bool) -> None:
     """As a loop does that leaves a batch out whose gradients are too large, or a GradScaler's step."""
     for skipped in (False, True):
@@ -105,8 +83,6 @@ def saved_steps(
     ("loop", "set_to_none"),
     [
         (step_save_zero, False),
-        (two_networks, True),
-        (closure, True),
         (left_out_by_the_loop, False),
         (stepped_in_backward, True),
     ],

@@ -14,10 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import tierfall
 from tests.core.capture.lazy_help import PATIENCE_S, Held, MakeConfig
-from tests.core.ranks.threads import network
 from tests.integrations.dcp_help import QUIET
-from tests.open_ranks import close_all, restore_all
-from tests.replica_ranks import open_all, save_whole
 from tests.wrapped import Coded, CodedMomentum, is_same
 from tierfall.config import load_config
 from tierfall.core.format.catalog import merge
@@ -175,29 +172,3 @@ def test_dcp_save_of_a_wrapper_is_refused(make_config: MakeConfig, lazy: bool) -
     refused = pytest.raises((CaptureError, CheckpointException), match="are not saved by dcp")
     with tierfall.open(make_config()) as ckpt, refused:
         save(ckpt)
-
-
-# Several ranks ---------------------------------------------------------------------------------------
-
-
-def test_replicas_are_restored_by_as_many_ranks_and_by_one(tmp_path: Path) -> None:
-    trainers = [Trainer(0) for _ in range(2)]
-    for trainer in trainers:
-        torch.manual_seed(3)
-        trainer.step()
-    with network(["a", "a"]) as ranks:
-        opened = open_all(tmp_path, ranks)
-        save_whole(opened, 1, [trainer.state for trainer in trainers])
-        close_all(opened)
-    fresh = [Trainer(1) for _ in range(2)]
-    with network(["a", "a"]) as ranks:
-        opened = open_all(tmp_path, ranks)
-        restore_all(opened, [trainer.state for trainer in fresh])
-        close_all(opened)
-    alone = Trainer(1)
-    with network(["b"]) as ranks:
-        opened = open_all(tmp_path, ranks)
-        restore_all(opened, [alone.state])
-        close_all(opened)
-    for restored in (*fresh, alone):
-        restored.assert_equals(trainers[0])

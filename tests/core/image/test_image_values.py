@@ -130,23 +130,6 @@ def test_codec_that_cannot_encode_is_reported_with_the_place_of_the_value(regist
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize(
-    ("arguments", "output"),
-    [
-        (("x", "i", str, int), "'x' is not a type"),
-        (([], "i", str, int), "is not a type"),
-        ((Fraction, 5, str, int), "5 is not a name"),
-        ((Fraction, "", str, int), "'' is not a name"),
-        ((Fraction, "f", "str", int), "encode is 'str', which is not callable"),
-        ((Fraction, "f", str, None), "decode is None, which is not callable"),
-    ],
-)
-def test_codec_that_is_none_is_refused(arguments: tuple[Any, ...], output: str) -> None:
-    with pytest.raises(ConfigError, match=output):
-        register_codec(*arguments)
-
-
-@pytest.mark.usefixtures("registered")
 def test_what_was_saved_under_an_older_name_of_a_type_is_still_read() -> None:
     image, _ = make_image({"f": Fraction(1, 2), "rng": None})
     register_codec(Fraction, "ratio", lambda f: [f.top, f.bottom], lambda v: Fraction(*v))

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
 import pytest
 
 from tierfall.core.ranks.messages import (
-    CheckpointKey,
     ErrorMessage,
     Message,
-    Signed,
-    Unsigned,
     error_of_rank,
 )
 from tierfall.core.types.errors import FencedError, KeyNotFoundError, RanksError, UnreachableError
@@ -96,28 +92,6 @@ def test_a_malformed_message_names_the_rank_and_the_field(body: object, where: s
     with pytest.raises(RanksError) as raised:
         Outer.from_json(body, rank=3)
     assert str(raised.value).startswith(f"rank 3 sent a malformed Outer: {where}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Columns(Message):
-    keys: Unsigned
-    owners: Signed
-    names: Mapping[CheckpointKey, int] = field(default_factory=dict)
-
-
-def test_columns_keep_their_values_and_types() -> None:
-    keys = np.array([0, 2**64 - 1], dtype=np.uint64)
-    owners = np.array([-1, 5, 0], dtype=np.int64)
-    names = {CheckpointId(3, 1): 2}
-    body = json.loads(json.dumps(Columns(keys=keys, owners=owners, names=names).to_json()))
-    found = Columns.from_json(body, rank=0)
-    assert (found.keys.dtype, found.owners.dtype) == (np.uint64, np.int64)
-    assert found.keys.tolist() == keys.tolist()
-    assert found.owners.tolist() == owners.tolist()
-    assert found.names == names
-    for text in ("AAA=", "not base64!", 5):
-        with pytest.raises(RanksError, match="malformed Columns: keys: "):
-            Columns.from_json({**body, "keys": text}, rank=0)
 
 
 class PluginError(RanksError):

@@ -160,18 +160,6 @@ def test_what_the_owner_cannot_read_the_others_read_themselves(job: Job) -> None
     assert job.peers[1].read() <= RANKS * header_bytes(job), "it has read no chunk"
 
 
-@pytest.mark.parametrize("bytes", [1, 20_000])
-def test_a_full_pool_costs_reads_and_nothing_else(
-    job: Job, monkeypatch: pytest.MonkeyPatch, bytes: int
-) -> None:
-    monkeypatch.setattr(pulls, "POOL_BYTES", bytes)
-    monkeypatch.setattr(pulls, "POOL_CHUNKS_MIN", 1)
-    put_shares(job, 5)
-    want_all(job)
-    assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
-    assert hold(job, 5)
-
-
 def test_each_byte_crosses_to_a_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on each of three nodes: in a node bytes go through memory."""
     sent: list[int] = []
@@ -267,21 +255,6 @@ def test_who_can_reach_no_other_rank_reads_everything_itself_and_says_so_once(
         assert all(not peer.tally.received for peer in job.peers)
     said = [r.getMessage() for r in caplog.records if "does not send" in r.getMessage()]
     assert len(said) == 2, "each rank of the other"
-
-
-def test_the_next_node_is_asked_after_this_rank_has_failed_too() -> None:
-    """The mounts of two nodes are gone, and the third one has the bytes."""
-    with network("abc") as joined:
-        job = Job.of(joined)
-        made = part(5, 0, 1, {"w0": share(5, 0)["w0"]})
-        for number, peer in enumerate(job.peers):
-            (image,) = peer.put("store", made)
-            starts = {start_of(image, chunk) for chunk in range(1, 6)}
-            if number != 2:
-                image.errors = dict.fromkeys(starts, UnreachableError("the mount is gone"))
-            peer.state = {"w0": torch.zeros(ELEMENTS), "epoch": 0, "rng": None}
-        assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
-        assert hold(job, 5)
 
 
 def test_a_rank_that_fails_before_it_reads_keeps_nobody_waiting_for_its_chunks(

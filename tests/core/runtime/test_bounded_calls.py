@@ -70,22 +70,6 @@ def test_a_call_that_an_interrupt_left_has_its_time_to_end() -> None:
     assert found["a"].get() == "new"
 
 
-def test_what_comes_too_late_is_let_go(gate: threading.Event) -> None:
-    let_go: list[str] = []
-
-    def open_it() -> str:
-        gate.wait()
-        return "backend"
-
-    found = BoundedCalls().call_all(
-        {"t": open_it}, {"t": SHORT_S}, doing="open", too_late=let_go.append
-    )
-    assert isinstance(found["t"].error, UnreachableError)
-    assert let_go == []
-    gate.set()
-    until(lambda: let_go == ["backend"])
-
-
 def test_a_tier_that_goes_on_answering_is_waited_for_beyond_the_bound() -> None:
     last_s, polls = [time.monotonic()], []
 

@@ -190,11 +190,6 @@ def test_a_rate_in_bits_is_answered_in_bytes(text: str, meant: str) -> None:
     assert parse_rate(meant) > 0
 
 
-def test_a_rate_with_a_fraction_needs_its_unit() -> None:
-    with pytest.raises(ConfigError, match="500MB/s"):
-        parse_rate("1.5")
-
-
 @pytest.mark.parametrize(
     ("pattern", "parse", "units_known"),
     [
