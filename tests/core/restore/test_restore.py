@@ -78,3 +78,24 @@ def test_not_one_byte_of_a_damaged_chunk_reaches_the_state(state: dict[str, Any]
     with pytest.raises(RestoreError):
         tiers.restore(state)
     assert not (state["w"][:1024] == 5.0).any()  # the first chunk was the damaged one
+
+
+def test_a_chunk_that_came_damaged_from_a_tier_is_read_once_more(state: dict[str, Any]) -> None:
+    """Something on the way may have been at fault, once."""
+    tiers = Tiers("nvme")
+    image = tiers.put("nvme", checkpoint(5))
+    read = image.read
+
+    def misread(
+        manifest: Any, index: int, buffer: memoryview, *, again: bool = False
+    ) -> memoryview:
+        view = read(manifest, index, buffer, again=again)
+        if index == 3 and not again:
+            view[17] ^= 4
+        return view
+
+    image.read = misread  # type: ignore[method-assign]
+    restored = tiers.restore(state)
+    assert restored is not None
+    assert holds(state, 5)
+    assert any("chunk 3 of 5@1 on nvme" in output for output in passed_over(restored))

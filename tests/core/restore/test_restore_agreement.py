@@ -185,3 +185,25 @@ def test_records_are_read_if_the_newest_lacks_a_part_that_no_rank_has(
         read_later(ranks[rank], 5, 6)
     for ignores in (False, True):
         assert chosen(ranks, ignore_unreachable=ignores) == Candidates(later=True)
+
+
+def test_records_are_read_if_they_tell_which_of_two_attempts_of_one_number_counts() -> None:
+    ranks = several(2)
+    put_parts(ranks, "nvme", 5)
+    put_parts(ranks, "nvme", 6)
+    parts = [sharded(7, rank, 2) for rank in range(2)]
+    line = replace(parts[0].commit.lineage, attempt_id="f" * 32)
+    ranks[0].put("store", replace(parts[0], commit=replace(all_named(parts), lineage=line)))
+    assert not chosen(ranks).later
+    read_later(ranks[1], 5)
+    assert chosen(ranks).later
+
+
+def test_records_are_read_if_how_their_attempt_began_may_abandon_the_newest() -> None:
+    ranks = several(2)
+    put_parts(ranks, "nvme", 7)
+    put_parts(ranks, "nvme", 6, attempt=2, started_from=CheckpointId(5, 1))
+    assert steps(chosen(ranks))[0] == "6@2"
+    for tiers in ranks:
+        read_later(tiers, 6)
+    assert chosen(ranks).later
