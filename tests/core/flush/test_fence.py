@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.simulation.door import Answer
 from tests.simulation.world import SHARD, World, file_rules
 from tierfall.backends.wrappers import Wrapper
 from tierfall.core.flush.tasks import (
+    CommandKind,
     DeleteCopy,
     FinishCopy,
     OpenShard,
@@ -32,6 +34,25 @@ def newer_attempt(world: World, tier: str = "nvme", *, number: int | None = None
 def until(world: World, kind: type) -> None:
     while not any(isinstance(task, kind) for task in world.tasks):
         assert world.run_one()
+
+
+def test_a_save_that_begins_just_as_the_fence_falls_is_reported() -> None:
+    world = World([file_rules("nvme"), file_rules("store")])
+    world.save(1)
+    region, error = world.ask_for_region(2)
+    assert error is None
+    newer_attempt(world)
+    world.settle()
+    assert world.coordinator.fenced is not None
+    snapshot = world.begin(2, region)
+    world.step()
+    for tier in ("nvme", "store"):
+        with pytest.raises(FencedError):
+            snapshot.handle.wait(tier, timeout=0)
+    world.seal(snapshot)
+    world.settle()
+    assert snapshot.handle.outcome is SaveOutcome.FAILED
+    assert not world.coordinator.busy()
 
 
 def test_a_new_attempt_of_this_process_is_not_a_fence() -> None:
@@ -135,6 +156,46 @@ def test_what_looks_unfinished_is_not_collected() -> None:
     world.settle()
     assert key in disk_of(world)
     assert isinstance(world.coordinator.fenced, FencedError)
+    assert is_at_rest(world)
+
+
+@pytest.mark.parametrize("kind", CommandKind)
+def test_an_order_to_a_fenced_process_changes_nothing_and_says_why(kind: CommandKind) -> None:
+    world = World([file_rules("nvme"), file_rules("store")])
+    world.save_all(1)
+    id = CheckpointId(1, 1)
+    if kind is CommandKind.UNPIN:
+        assert world.order(CommandKind.PIN, id) == {}
+    newer_attempt(world)
+    newer_attempt(world, "store")
+    before = {tier: disk_of(world, tier) for tier in world.disks}
+    failed = world.order(kind, id)
+    assert {tier: type(error) for tier, error in failed.items()} == dict.fromkeys(
+        world.disks, FencedError
+    )
+    assert {tier: disk_of(world, tier) for tier in world.disks} == before
+    assert is_at_rest(world), "it is tried again"
+
+
+def test_a_deletion_that_waits_as_the_fence_falls_is_answered_and_a_later_one_refused() -> None:
+    world = World([file_rules("nvme"), file_rules("store")])
+    world.save_all(1, 2)
+    ledger, first, second = world.coordinator.ledger, CheckpointId(1, 1), CheckpointId(2, 1)
+    ledger.entries[first].lease("nvme", +1)  # something reads it there
+    waiting: list[Answer] = []
+    world.door.command(CommandKind.DELETE, first, waiting.append)
+    world.step()
+    world.run_all()
+    assert world.steps_on("store") == [2]
+    assert not waiting
+    newer_attempt(world, "store")  # nvme is another disk for that process: nothing on it says so
+    world.save_all(3)
+    ledger.entries[first].lease("nvme", -1)
+    world.settle()
+    assert {tier: type(error) for tier, error in waiting[0].items()} == {"nvme": FencedError}
+    before = disk_of(world)
+    assert isinstance(world.order(CommandKind.DELETE, second)["tierfall"], FencedError)
+    assert disk_of(world) == before
     assert is_at_rest(world)
 
 

@@ -94,6 +94,16 @@ def test_lock_is_freed_by_sigkill_while_a_forked_child_lives(path: Path, start: 
     taken.release()
 
 
+def test_second_take_in_one_process_is_refused_and_keeps_the_lock(path: Path) -> None:
+    lock = RunLock.acquire(path, run="gpt")
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="second Checkpointer of run 'gpt' in this process"):
+            RunLock.acquire(path, run="gpt")
+    assert lock.held
+    assert not another_process_can_take(path)
+    lock.release()
+
+
 def test_asking_for_the_owner_does_not_drop_this_process_lock(path: Path) -> None:
     lock = RunLock.acquire(path, run="gpt")
     before = len(os.listdir("/proc/self/fd"))
@@ -106,7 +116,7 @@ def test_asking_for_the_owner_does_not_drop_this_process_lock(path: Path) -> Non
     lock.release()
 
 
-@pytest.mark.parametrize("note", [b"", b"\xff" * 5000])
+@pytest.mark.parametrize("note", [b"", b"{", b'{"pid":1}', b"\xff" * 5000])
 def test_owner_is_known_by_the_kernel_where_the_note_is_unusable(
     path: Path, start: Start, note: bytes
 ) -> None:
@@ -138,6 +148,40 @@ def test_lock_on_an_unlinked_file_is_noticed_and_taken_anew(
     lock.release()
 
 
+def test_the_owner_takes_a_removed_file_anew(path: Path, start: Start) -> None:
+    lock = RunLock.acquire(path, run="gpt")
+    assert lock.is_file_intact()
+    path.unlink()
+    assert not lock.is_file_intact()
+    lock.reacquire()
+    assert (lock.is_file_intact(), lock.held) == (True, True)
+    assert not another_process_can_take(path)
+    lock.reacquire()  # it is there
+    lock.release()
+    assert another_process_can_take(path)
+    assert lock.is_file_intact()  # nobody misses it
+    lock.reacquire()
+    assert another_process_can_take(path)
+
+
+def test_a_lock_that_another_process_took_meanwhile_is_not_taken_from_it(
+    path: Path, start: Start
+) -> None:
+    lock = RunLock.acquire(path, run="gpt")
+    path.unlink()
+    other = start(HOLD, path)
+    assert first_line(other) == "held"
+    with pytest.raises(LockError, match=f"process {other.pid}"):
+        lock.reacquire()
+    assert not lock.is_file_intact()
+    other.kill()
+    other.wait()
+    lock.reacquire()
+    assert lock.is_file_intact()
+    assert not another_process_can_take(path)
+    lock.release()
+
+
 def test_a_file_that_is_in_use_does_not_look_old(path: Path) -> None:
     """Cleaners of temporary files go by age."""
     lock = RunLock.acquire(path, run="gpt")
@@ -156,6 +200,23 @@ def test_file_system_without_locks_is_named(path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with pytest.raises(BackendError, match="set `folder` to a file system with record locks"):
         RunLock.acquire(path, run="gpt")
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_the_lock_free(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a full /dev/shm."""
+
+    def refuse(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        with pytest.raises(
+            BackendError, match=f"writing {path} failed: .*No space left.*free space"
+        ):
+            RunLock.acquire(path, run="gpt")
+    RunLock.acquire(path, run="gpt").release()
 
 
 def test_links_folders_and_pipes_are_refused(path: Path, tmp_path: Path) -> None:
