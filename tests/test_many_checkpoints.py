@@ -3,7 +3,6 @@ a tier is owed, does not depend on when. Requests, and deletions: test_many_chec
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -126,15 +125,3 @@ def test_what_a_second_tier_is_owed_does_not_depend_on_when_records_are_read(
         found.append(sorted(path.parent.name for path in folders))
     assert found[0] == found[1]
     assert found[0]
-
-
-def test_open_says_what_the_newest_checkpoint_is(
-    config: dict[str, Any], shelf: Shelf, caplog: pytest.LogCaptureFixture
-) -> None:
-    many(config, shelf, MANY)
-    caplog.set_level(logging.INFO)
-    with tierfall.open(config) as ckpt:
-        ckpt.checkpoints()  # by now everything was read
-        assert f"its newest checkpoint is {MANY}@2, on store" in caplog.text
-    assert "could not be read" not in caplog.text
-    assert "was not read" not in caplog.text

@@ -108,23 +108,24 @@ def known(opened: list[Checkpointer]) -> list[list[int]]:
     return [[info.step for info in each] for each in found]
 
 
-def test_rank_0_lists_and_reads_1000_checkpoints_for_all_ranks(
+def test_rank_0_lists_and_reads_checkpoints_for_all_ranks(
     run: Run, shelf: Shelf, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    many(run, shelf, 1000)
+    count = 2 * MANY
+    many(run, shelf, count)
     monkeypatch.setattr("tierfall.run.session.AFTER_S", 60.0)  # old records are read once needed
     shelf.clients.clear()
     opened = run.open(ranks)
-    assert restored(opened) == {1000}
+    assert restored(opened) == {count}
     assert len(shelf.clients) == len(ranks)
     for asked in shelf.clients:  # beside these: the pages of two listings
         assert asked.total() - asked["run/"] <= 15, asked
     assert sorted(asked["run/"] > 0 for asked in shelf.clients) == [False, False, True]
-    assert known(opened) == [[*range(1, 1001)]] * len(ranks)
-    assert sorted(asked.total() > 1000 for asked in shelf.clients) == [False, False, True]
-    run.save(opened, 1001)
-    assert known(opened) == [[*range(1, 1002)]] * len(ranks)
-    assert [one.checkpoints()[-1].ordinal for one in opened] == [1001] * len(ranks)
+    assert known(opened) == [[*range(1, count + 1)]] * len(ranks)
+    assert sorted(asked.total() > count for asked in shelf.clients) == [False, False, True]
+    run.save(opened, count + 1)
+    assert known(opened) == [[*range(1, count + 2)]] * len(ranks)
+    assert [one.checkpoints()[-1].ordinal for one in opened] == [count + 1] * len(ranks)
     close_all(opened)
 
 

@@ -20,7 +20,6 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.setup.peers import close_peers
-from tierfall.tiers.kept_images import ImageHere, KeptFolder
 
 SOON_S = 20.0
 NODES = "0123"
@@ -101,39 +100,6 @@ def wait_copied(all_ranks: Sequence[Checkpointer]) -> None:
         "peer memory has it on all nodes",
         SOON_S,
     )
-
-
-def kept_on(folder: Path, node: str) -> list[ImageHere]:
-    """Return the images that a node keeps for others."""
-    (place,) = folder.glob(f"peers-{node}/*/run")
-    return KeptFolder(place, "run").images()[0]
-
-
-def test_only_what_a_keeper_lacks_is_sent_again(tmp_path: Path) -> None:
-    """Of four nodes in two pairs, one is lost: what the other pair keeps takes no memory a second time."""
-    train(tmp_path)
-    lose(tmp_path, "1")
-    before = [i.path.stat().st_mtime_ns for node in "23" for i in kept_on(tmp_path, node)]
-    with opened(tmp_path) as all_ranks:
-        wait_copied(all_ranks)
-    kept = {node: [image.path for image in kept_on(tmp_path, node)] for node in NODES}
-    assert [len(kept[node]) for node in NODES] == [1, 1, 1, 1]
-    assert [path.stat().st_mtime_ns for node in "23" for path in kept[node]] == before
-
-
-def test_an_image_that_is_damaged_on_its_keeper_is_sent_again(tmp_path: Path) -> None:
-    """Nodes 0 and 2 are a pair."""
-    train(tmp_path)
-    lose(tmp_path, "1")
-    (old,) = kept_on(tmp_path, "0")
-    with old.path.open("r+b") as file:
-        file.seek((2 << 20) + 100_000)
-        file.write(b"damage")
-    with opened(tmp_path) as all_ranks:
-        wait_copied(all_ranks)
-    (new,) = kept_on(tmp_path, "0")
-    assert new.commit.lineage == old.commit.lineage
-    new.verify()
 
 
 def test_what_a_person_has_deleted_is_not_brought_back(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import tierfall
 from tests.contract.kit import equal
 from tests.core.ranks.threads import network, on_all
-from tests.open_ranks import close_all, kill_all, restore_all, wait_sealed
+from tests.open_ranks import close_all, kill_all, restore_all
 from tests.replica_ranks import (
     MAX_WAIT_S,
     assert_same,
@@ -60,28 +60,6 @@ def test_what_was_divided_and_is_a_ranks_own_now_comes_back_to_it(
     close_all(opened)
 
 
-def test_equal_names_of_what_is_not_alike_are_an_error_that_names_them(
-    tmp_path: Path, ranks: list[Ranks]
-) -> None:
-    opened = open_all(tmp_path, ranks)
-    states = [replica(rank) for rank in range(3)]
-    with torch.no_grad():
-        states[2]["model"][0].weight[0, 0] += 1
-    for handle in save_all(opened, 1, states):
-        with pytest.raises(
-            CaptureError, match=r"model\.0\.weight on ranks 0, 1 differs from that on rank 2"
-        ):
-            handle.wait(timeout=MAX_WAIT_S)
-    wrapped = [
-        {name: tierfall.item(value, on_resize="per_rank") for name, value in state.items()}
-        for state in states
-    ]
-    save_whole(opened, 2, wrapped)
-    close_all(opened)
-    folders = [path.name for path in (tmp_path / "disk" / "run").glob("step-*")]
-    assert folders == ["step-00000002-a0001"]
-
-
 def test_what_was_never_compared_is_no_checkpoint_of_the_next_start_either(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,21 +95,6 @@ def test_a_rank_that_alone_saves_other_tensors_costs_one_checkpoint(
     close_all(opened)
 
 
-def test_a_rank_that_does_not_come_to_the_first_save_is_named(
-    tmp_path: Path, ranks: list[Ranks]
-) -> None:
-    opened = open_all(tmp_path, ranks)
-    states = [replica(rank) for rank in range(3)]
-    began = time.monotonic()
-    handles = save_all(opened[:2], 1, states[:2])
-    assert time.monotonic() - began < 2 * MAX_WAIT_S
-    for handle in handles:
-        with pytest.raises(CaptureError, match="rank 2 did not save step 1"):
-            handle.wait(timeout=3 * MAX_WAIT_S)
-    save_whole(opened, 2, states)
-    close_all(opened)
-
-
 def test_a_part_that_another_rank_wrote_is_missed_by_name(
     tmp_path: Path, ranks: list[Ranks]
 ) -> None:
@@ -147,20 +110,6 @@ def test_a_part_that_another_rank_wrote_is_missed_by_name(
     with restarted(tmp_path) as (_, fresh, reports):
         assert [report.step for report in reports] == [1, 1, 1], reports
         assert_same(fresh, states)
-
-
-def test_what_ranks_of_a_node_have_in_memory_comes_back_from_there(
-    tmp_path: Path, ranks: list[Ranks]
-) -> None:
-    states = [replica(rank) for rank in range(3)]
-    opened = open_all(tmp_path, ranks)
-    save_whole(opened, 1, states)
-    kill_all(opened)
-    shutil.rmtree(tmp_path / "disk" / "run" / "step-00000001-a0001")
-    with restarted(tmp_path) as (opened, fresh, reports):
-        assert [{source.tier for source in report.sources} for report in reports] == [{"host"}] * 3
-        assert_same(fresh, states)
-        save_whole(opened, 2, fresh)
 
 
 def uneven(seed: int) -> dict[str, Any]:
@@ -397,29 +346,3 @@ def test_after_a_start_all_is_compared_again(tmp_path: Path, ranks: list[Ranks])
         save_whole(opened, 5, fresh)
         opened_at = [info.step for info in opened[0].checkpoints()]
         assert opened_at == [1, 3, 5]
-
-
-def test_what_was_found_unlike_and_not_named_yet_is_no_checkpoint_of_the_next_start(
-    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All are killed before the tensor is named: the images were never sealed."""
-    from tierfall.core.flush.replicas import ReplicaAssigner
-
-    opened = open_all(tmp_path, ranks)
-    states = [replica(rank) for rank in range(3)]
-    save_whole(opened, 1, states)
-    wait_sealed(opened)
-    asked: list[Any] = []
-    monkeypatch.setattr(ReplicaAssigner, "_end_naming", lambda self, id, why: asked.append(id))
-    for rank, state in enumerate(states):
-        train(state, rank)
-    handles = save_all(opened, 2, states)
-    deadline = MAX_WAIT_S / 2
-    with pytest.raises(TimeoutError):
-        handles[0].wait(timeout=deadline)
-    assert asked
-    assert not any(handle.done("host") for handle in handles)
-    kill_all(opened)
-    monkeypatch.undo()
-    with restarted(tmp_path) as (_, _, reports):
-        assert [report.step for report in reports] == [1, 1, 1]
