@@ -82,16 +82,6 @@ def test_a_share_and_a_bound_on_how_far_a_tier_is_behind_count(cli: Cli) -> None
     assert late in found["reasons"]
 
 
-def test_many_ranks_fill_what_they_share(make_cli: MakeCli, tmp_path: Path) -> None:
-    for name in ("disk", "far"):
-        (tmp_path / name).mkdir()
-    cli = make_cli(disk={"retain": {"last": 2}}, far={"shared": True, "retain": {"last": 2}})
-    words = ("--image", "2MiB", "--save-every", "1h", "--ranks", "16", "--nodes", "2")
-    found = cli.json("check", *SMALL, *words)["forecast"]
-    assert [tier["copy_bytes"] >> 20 for tier in found["tiers"]] == [2, 16, 32]
-    assert "of 2 MiB on each of 16 ranks, 2 nodes" in cli("check", *SMALL, *words).out
-
-
 def test_a_run_that_has_saved_tells_the_rest(cli: Cli) -> None:
     host, disk, _ = cli.config["tiers"]
     with tierfall.open({**cli.config, "tiers": [host | {"capacity": "4MiB"}, disk]}) as ckpt:
@@ -142,33 +132,3 @@ def test_options_that_make_no_sense_are_refused(cli: Cli) -> None:
 def reasons(cli: Cli, *words: str) -> str:
     found = cli.json("check", *SMALL, "--save-every", "10m", *words)["forecast"]
     return "\n".join(found["tiers"][1]["reasons"])
-
-
-@pytest.mark.parametrize(
-    ("rules", "limit", "cure"),
-    [
-        ({}, "its file system, where 10.5 GiB are free or hold this run,", "free space there"),
-        ({"capacity": "10752MiB"}, "its capacity of 10.5 GiB", "raise capacity"),
-    ],
-)
-def test_what_retention_keeps_and_a_tier_has_no_room_for_is_reported_with_figures(
-    make_cli: MakeCli,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rules: dict[str, str],
-    limit: str,
-    cure: str,
-) -> None:
-    (tmp_path / "disk").mkdir()
-    monkeypatch.setitem(FREE, "disk", 21 * GIB // 2 if not rules else 100 * GIB)
-    cli = make_cli(disk={"retain": {"last": 20}, **rules}, host={"capacity": "30GiB"})
-    text = reasons(cli, "--image", "1GiB")
-    assert "full after 1 h 50 min: then the oldest is deleted for each new one" in text
-    assert "Its rules keep 20 checkpoints and the one that arrives" in text
-    assert f"{limit} has room for 10: {cure}" in text
-    assert "keep fewer (retain)" in text
-    text = reasons(cli, "--image", "11GiB")
-    is_too_small = f"cannot hold one checkpoint of 11 GiB: {limit} is too small: {cure}"
-    assert rules or is_too_small in text, "with such a capacity, every save raises an error"
-    cli = make_cli(disk={"retain": {"last": 9}, **rules}, host={"capacity": "30GiB"})
-    assert reasons(cli, "--image", "1GiB") == ""

@@ -33,10 +33,9 @@ def kept_in(config: dict[str, Any]) -> Path:
     return Path(config["tiers"][1]["path"]) / memory_of(config).name / "run"
 
 
-@pytest.fixture
-def kept(
-    config: dict[str, Any], tmp_path: Path, train: Callable[[Cli], Trainer]
-) -> tuple[Cli, Path]:
+def test_what_is_kept_for_others_is_verified_and_survives_what_a_person_decides(
+    config: dict[str, Any], tmp_path: Path, memory: Path, train: Callable[[Cli], Trainer]
+) -> None:
     """A dead trainer, step 1 in host memory and among what is kept for others, and an attempt of 16 nodes."""
     cli = Cli(tmp_path, config)
     trainer = train(cli)
@@ -49,15 +48,15 @@ def kept(
     kept_in(config).mkdir(parents=True)
     for image in memory_of(config).glob("*.image"):
         shutil.copy(image, kept_in(config))
-    return cli, record
-
-
-def test_images_that_have_left_host_memory_have_fewer_holders(
-    kept: tuple[Cli, Path], memory: Path
-) -> None:
-    cli, _ = kept
+    good = [line.split() for line in cli("verify").out.splitlines() if line.endswith("good")]
+    assert {line[1] for line in good} == {"host", "peers", "disk"}
+    assert "pinned 1@1 on host, disk" in cli("pin", "1").out
+    cli("unpin", "1")
     shutil.rmtree(memory / "run")
     assert "peers: 1@1 survives no loss of a node for certain" in cli("ls").out
+    cli("rm", "1", "--yes", "--even-the-last")
+    assert cli.steps() == {"1@1": {"peers": "committed"}}, "until the next start"
+    cli("latest", code=1)
 
 
 FORECAST = ("check", "--size", "64KiB", "--image", "1GiB", "--save-every", "10m")
@@ -83,21 +82,6 @@ def test_check_forecasts_peer_memory_on_as_many_nodes_as_it_is_told(
         "in its memory"
     )
     assert line in cli(*FORECAST, "--ranks", "32", "--nodes", "4").out.splitlines()
-
-
-def test_verify_reads_what_is_kept_for_others(kept: tuple[Cli, Path]) -> None:
-    cli, _ = kept
-    good = [line.split() for line in cli("verify").out.splitlines() if line.endswith("good")]
-    assert {line[1] for line in good} == {"host", "peers", "disk"}
-
-
-def test_what_a_person_decides_counts_for_what_is_kept_for_others(kept: tuple[Cli, Path]) -> None:
-    cli, _ = kept
-    assert "pinned 1@1 on host, disk" in cli("pin", "1").out
-    cli("unpin", "1")
-    cli("rm", "1", "--yes", "--even-the-last")
-    assert cli.steps() == {"1@1": {"peers": "committed"}}, "until the next start"
-    cli("latest", code=1)
 
 
 @pytest.mark.parametrize(("interface", "code"), [("lo", 0), ("ib7", 1)])

@@ -79,15 +79,6 @@ def test_a_copy_in_few_saves_needs_less_and_costs_more_after_a_failure() -> None
     assert tier(each, "peers")["copy_s"] == pytest.approx(49e9 / 50e9)
 
 
-def test_others_read_their_memory_while_it_has_the_step_of_the_store() -> None:
-    """Of every tenth save, the others have no image in memory any more: all read the store."""
-    words = ("7B", "--gpus", "16", "--step-time", "1s", "--every", "100s")
-    each = planned(*words, *S3)["restore_s"]
-    tenth = planned(*words, "--tier", "s3:every=10")["restore_s"]
-    assert each == {"per_rank": 39.2, "read_once": 39.2, "hierarchical": 19.6}
-    assert tenth == {"per_rank": 39.2, "read_once": 39.2, "hierarchical": 39.2}
-
-
 def test_what_is_not_given_has_a_source() -> None:
     found = planned("7B")
     assert all(each["source"] for each in found["assumed"])
@@ -105,34 +96,26 @@ def test_what_is_not_given_has_a_source() -> None:
     ("words", "output"),
     [
         ("llama3-405b --tp 7", "tp 7 does not divide 128 attention heads; the nearest .* --tp 8"),
-        ("llama3-8b --pp 40", "llama3-8b has 32 layers; the nearest: --pp 32"),
         (
             "llama3-8b --gpus 1000 --tp 32",
             "does not divide 1000 GPUs into equal replicas; .* --gpus 992",
         ),
         ("llama3-8b --ep 2", "ep 2: llama3-8b has no experts; leave --ep out"),
-        ("mixtral-8x7b --ep 3", "ep 3 does not divide 8 experts; the nearest .* --ep 4"),
-        ("mixtral-8x7b --ep 8 --gpus 12", "ep 8 does not divide 12 data- .* --ep 6"),
         ("7B --gpus 10 --dp 4", "10 GPUs into 4 replicas; the nearest that works: --gpus 4"),
         ("70B --host-memory 512GiB", "too small for one image of 114 GiB .* --host-memory 1217GiB"),
         ("7B --mtbf process=4h,node=2h", "node every 2h: impossible: a more severe loss"),
-        ("7B --mtbf 4h,process=8h", "process is named twice; expected one time"),
         ("7B --mtbf nod=2h", "'nod' is no loss class; .* did you mean \"node\""),
         ("7B --tier s3:write=0GB/s", "tier s3: write: 0 bytes per second is not a rate"),
         (
             "7B --tier s3:wrte=1GB/s",
             "tier s3: 'wrte=1GB/s'; expected s3:write=2TB/s, .* did you mean \"write\"",
         ),
-        ("7B --tier s3:every=0", "tier s3: every: '0' does not fit; expected a whole number"),
         ("7B --tier lustr", "tier 'lustr' is not known; .* did you mean \"lustre\""),
         ("7B --tier s3 --tier s3", "--tier s3, s3: a name is there twice"),
         ("7B --gpus 16 --tier peers:copies=2", "nodes in all: 2; the nearest that works: copies=1"),
-        ("7B --overhead 0%", '"0%" is never spent'),
         ("7B --every 10m --overhead 1%", "exclude each other"),
         ("7B --trace x.csv", "expected --failures N"),
-        ("7B --failures 1 --trace x.csv", "x.csv: No such file"),
         ("llama4-8b", "'llama4-8b' is no model; .* did you mean \"llama3-8b\""),
-        ("7", "7 or 7B"),
         ("none.json", "none.json: No such file or directory; expected a config.json"),
         ("", "expected a MODEL"),
     ],
@@ -155,34 +138,10 @@ def test_a_chain_that_cannot_keep_up_is_a_problem_and_what_is_proposed_works() -
     planned(*words, "--tier", "s3:write=9800MB/s")
 
 
-def test_the_link_of_a_node_is_not_blamed_on_a_tier() -> None:
-    words = ("7B", "--link", "1GB/s", "--step-time", "1s", *S3)
-    assert tier(planned(*words), "s3")["limited_by"] == "the link of one node"
-    answer = run(["plan", *words, "--every", "10s"])
-    assert "a copy takes 1 min 38 s" in answer.err
-    assert answer.err.endswith("works: --every 98s, or --tier s3:every=10\n")
-
-
-def test_host_memory_that_is_slower_than_every_tier_is_named() -> None:
-    words = ("7B", "--copy-rate", "1GB/s", "--step-time", "1s", "--tier", "lustre")
-    answer = run(["plan", *words, "--every", "10s"])
-    assert "host cannot keep up with a save every 10 s: a copy takes 12.2 s" in answer.err
-    assert answer.err.endswith("works: --every 13s, or --copy-rate 1225MB/s\n")
-    planned(*words, "--every", "13s")
-    found = planned(*words, "--overhead", "99%")
-    assert found["bottlenecks"][0].startswith("host limits the interval")
-
-
 def test_a_loss_that_leaves_nothing_is_named() -> None:
     found = planned("7B", *NVME, "--mtbf", "process=4h,node=4h")
     assert found["survives"]["node"] is None
     assert found["bottlenecks"][0].startswith("nothing survives the loss of a node, and no ETTR")
-
-
-def test_failures_that_leave_no_time_are_a_problem() -> None:
-    answer = run(["plan", "7B", "--mtbf", "4m", "--restart", "10m"])
-    assert answer.code == 1
-    assert "no time is left to train: a failure comes every 4 min 00 s" in answer.err
 
 
 QWEN = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 100}
@@ -195,15 +154,12 @@ def test_an_architecture_that_is_unknown_or_damaged_is_refused(tmp_path: Path) -
     for text, output in (
         ('{"model_type": "qwen4"}', 'not an architecture .* did you mean "qwen'),
         ('{"model_type": "llama", "hidden_size": "x"}', "hidden_size: 'x'; expected a whole"),
-        ('{"model_type": "llama"}', "hidden_size: None"),
         (
             json.dumps({"model_type": "llama", **HUGE}),
             "layers, experts: .* expected 1 to 1,000,000",
         ),
         (json.dumps({**QWEN, "mlp_only_layers": 5}), "mlp_only_layers, decoder_sparse_step: 5, 1"),
-        (json.dumps({**QWEN, "decoder_sparse_step": 0}), "decoder_sparse_step: .*, 0"),
         ("[1]", "is no JSON object"),
-        ("{", "is no JSON object"),
     ):
         path.write_text(text)
         answer = run(["plan", str(tmp_path)])

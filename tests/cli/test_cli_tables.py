@@ -60,13 +60,6 @@ def test_each_column_has_a_name(cli: Cli, words: str, first: str) -> None:
             assert len(over) == 1, f"{value[0]!r} has no heading of its own:\n{head}\n{row}"
 
 
-@pytest.mark.parametrize("words", ["ls", "watch --once"])
-def test_a_metric_that_no_rule_uses_is_shown_if_it_is_asked_for(cli: Cli, words: str) -> None:
-    few, all = (cli(*words.split(), *more).out for more in ([], ["-m"]))
-    assert ("loss" in few, "tokens" in few) == (True, False)
-    assert ("0.1235" in all, "123500" in all) == (True, True), "four digits are enough"
-
-
 def test_beside_a_trainer_watch_shows_tags_and_metrics_too(make_cli: Callable[..., Cli]) -> None:
     cli = make_cli(disk={"retain": BEST})
     with tierfall.open(cli.config) as ckpt:
@@ -82,11 +75,6 @@ def test_beside_a_trainer_watch_shows_tags_and_metrics_too(make_cli: Callable[..
         assert seen()["metrics"] == {**METRICS, "bad": "nan"}
         head, row = table(cli("watch", "--once").out, "STEP")
         assert ("loss" in head, "tokens" in head, "#try" in row) == (True, False, True)
-
-
-def test_a_count_that_is_none_is_answered_by_the_least(cli: Cli) -> None:
-    for count in ("0", "-3", "x", "1.5"):
-        assert "expected a whole number of at least 1" in cli("ls", "--last", count, code=2).err
 
 
 def test_only_the_state_of_a_copy_has_its_colour(

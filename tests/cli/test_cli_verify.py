@@ -107,13 +107,6 @@ def test_damage_that_hides_an_image_in_memory_is_found(kept: Cli, memory: Path) 
         flip(image_in(memory), place)
 
 
-def test_memory_that_is_no_image_could_not_be_read(kept: Cli, memory: Path) -> None:
-    flip(image_in(memory), 3)
-    document = kept.json("verify", code=1)
-    assert [one["place"] for one in document["unread"]] == ["host"]
-    assert [c["tier"] for c in document["copies"]] == ["disk"]
-
-
 def test_beside_a_trainer_that_saves_nothing_good_is_called_damaged(
     make_cli: MakeCli, train: Callable[[Cli], Trainer]
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +9,12 @@ from typing import Any
 
 import pytest
 from cli_kit import Cli
-from rich.text import Text
 
 import tierfall
 from tests.contract.trainer import Trainer
 from tests.steps import state_of, wait_until
 from tests.stuck_tier import StuckTier
-from tierfall.cli.look import RunView
 from tierfall.core.format import documents
-from tierfall.core.types.values import TierKind
-from tierfall.ops.reader import RunSnapshot
-from tierfall.telemetry import status
 
 MakeCli = Callable[..., Cli]
 Train = Callable[[Cli], Trainer]
@@ -96,25 +89,6 @@ def test_ls_calls_a_copy_leaving_while_its_trainer_deletes_it(
         wait_until(lambda: not line("leaving"), "it is gone")
 
 
-def test_a_trainer_that_says_nothing_for_long_may_hang(
-    make_cli: MakeCli, train: Train, memory: Path
-) -> None:
-    cli = make_cli()
-    trainer = train(cli)
-    says(cli, lambda d: d["slots"][0]["alive"], "the trainer's status")
-    trainer.program.signal(signal.SIGSTOP)
-    stat = Path(f"/proc/{trainer.pid}/stat")
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it stands still")
-    try:
-        old = status.read_status(folder_in(memory), 0)
-        assert old is not None
-        output = old.model_copy(update={"wall_time_s": old.wall_time_s - 60})
-        status.write_status(folder_in(memory), output)
-        assert "its status is 1 min" in cli("watch", "--once").out
-    finally:
-        trainer.program.signal(signal.SIGCONT)
-
-
 # What is not to be believed --------------------------------------------------------------------------
 
 
@@ -135,12 +109,13 @@ def test_a_status_that_is_none_is_reported_and_the_tiers_are_listed(
         assert "committed" in answer.out
 
 
-def test_a_link_in_the_place_of_a_status_is_not_followed(
+def test_a_status_is_private_and_a_link_in_its_place_is_not_followed(
     make_cli: MakeCli, train: Train, memory: Path, tmp_path: Path
 ) -> None:
     cli = make_cli()
     trainer = train(cli)
     says(cli, lambda d: d["slots"][0]["alive"], "the trainer's status")
+    assert status_file(memory).stat().st_mode & 0o077 == 0
     target = tmp_path / "elsewhere"
     target.write_text("not to be touched")
     trainer.kill()
@@ -151,45 +126,3 @@ def test_a_link_in_the_place_of_a_status_is_not_followed(
     says(cli, lambda d: d["slots"][0]["alive"], "the next trainer's status")
     assert target.read_text() == "not to be touched"
     assert not status_file(memory).is_symlink()
-
-
-def test_nobody_else_can_read_a_status(make_cli: MakeCli, train: Train, memory: Path) -> None:
-    cli = make_cli()
-    train(cli)
-    says(cli, lambda d: d["slots"][0]["alive"], "the trainer's status")
-    assert status_file(memory).stat().st_mode & 0o077 == 0
-
-
-# For Prometheus --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
-def test_wrong_uses_of_the_port_are_refused(make_cli: MakeCli, port: int) -> None:
-    cli = make_cli()
-    assert "'--prometheus': " in cli("watch", "--prometheus", "nine", code=2).err
-    pytest.importorskip("prometheus_client")
-    with socket.create_server(("", port)):
-        err = cli("watch", "--prometheus", str(port), code=2).err
-    assert f"--prometheus: *:{port} cannot be listened on" in err
-
-
-def test_the_row_of_a_tier_that_fails_is_red() -> None:
-    seen = RunSnapshot(
-        wall_time_s=0.0, slots=(), live=None, last_status=None, events=(), problems=()
-    )
-    found = status.RunStatus(
-        run="run",
-        tiers={"host": TierKind.HOST, "far": TierKind.FILE},
-        checkpoints=(),
-        checkpoints_known=0,
-        statistics=tierfall.Statistics(failing={"far": "far: no space is left"}),
-    )
-    shown = RunView(snapshot=seen, status=found, problems=()).shown()
-    text = next(part for part in shown if isinstance(part, Text) and "KIND" in part.plain)
-    (red,) = [text.plain[span.start : span.end] for span in text.spans if span.style == "red"]
-    assert red.startswith("far ")

@@ -11,9 +11,10 @@ import torch
 
 import tierfall
 from tests.contract.foreign import save_dcp
+from tests.steps import files_below
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config, load_config
-from tierfall.core.types.errors import CapacityError, StorageFullError
+from tierfall.core.types.errors import CapacityError, StorageFullError, TierfallError
 from tierfall.imports.importer import ImportResult, import_state, read_state
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -70,6 +71,19 @@ def test_what_a_tier_cannot_hold_is_not_begun(make_config: MakeConfig, tmp_path:
     with pytest.raises(CapacityError, match="import to disk: it needs"):
         bring_in(config, save_torch(tmp_path / "c.pt"))
     assert not list((tmp_path / "disk").rglob("step-*"))
+
+
+def test_a_run_that_another_node_trains_is_left_alone(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_torch(tmp_path / "c.pt")
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, {"w": torch.ones(2)}, block=True)
+    monkeypatch.setattr("socket.gethostname", lambda: "another-node")
+    before = files_below(tmp_path)
+    with pytest.raises(TierfallError, match="would end its trainer, if that is alive"):
+        bring_in(config, path, 40)
+    assert files_below(tmp_path) == before
 
 
 def test_a_tier_that_does_not_get_its_copy_is_left_to_the_next_start(
