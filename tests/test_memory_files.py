@@ -67,16 +67,6 @@ def survives(ckpt: tierfall.Checkpointer) -> int | None:
     return ckpt.statistics().newest[LossClass.PROCESS]
 
 
-def test_close_flushes_what_is_owed_without_the_file(
-    make_config: MakeConfig, memory: Path, tmp_path: Path
-) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, state_of(1)).captured()
-        remove(memory / "run")
-        ckpt.save(2, state_of(2))
-    assert steps_on(tmp_path / "disk") == [1, 2]
-
-
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 def test_close_says_what_is_lost(
     make_config: MakeConfig, tmp_path: Path, warnings: Callable[[str], list[str]], on_error: str

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests import forked
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.cli.app import app
 from tierfall.errors import ConfigError
-from tierfall.tiers.host import HostTier
 
 RARELY = {"flush": {"every": 100}}
 
@@ -141,31 +139,6 @@ def test_a_copy_of_a_project_is_another_one(tmp_path: Path, memory: Path) -> Non
 # What dead runs hold ----------------------------------------------------------------------------------
 
 
-def test_memory_is_let_go_of_though_what_another_rank_left_cannot_be_closed(
-    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project = Project(tmp_path / "a", memory)
-    project.leave(1)
-    (own,) = memory.rglob("slot-0.*.image")
-    shutil.copy(own, own.with_name("slot-1.0.image"))
-    real, closed = HostTier.close, []
-
-    def close(self: HostTier, *, keep: bool) -> None:
-        real(self, keep=True)
-        closed.append(self.slot)
-        if self.slot == 1:
-            raise OSError("it cannot be closed")
-
-    ckpt = project.open()
-    with monkeypatch.context() as patch:
-        patch.setattr(HostTier, "close", close)
-        with pytest.raises(OSError, match="it cannot be closed"):
-            ckpt.close()
-    assert sorted(closed) == [0, 1]
-    with project.open() as ckpt:
-        assert ckpt.restore(blank()) is not None
-
-
 def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, memory: Path) -> None:
     project = Project(tmp_path / "one", memory)
     project.leave(1)
@@ -249,23 +222,18 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("end", ["closed, and its number is in use", "killed, and not waited for"])
-def test_a_later_start_of_this_memory_is_known_to_be_dead(
-    tmp_path: Path, memory: Path, end: str
+def test_a_later_start_of_this_memory_that_nobody_waited_for_is_known_to_be_dead(
+    tmp_path: Path, memory: Path
 ) -> None:
-    """In a container process numbers begin anew; a zombie has one for as long as nobody waits for it."""
+    """A zombie has its process number for as long as nobody waits for it."""
     project = Project(tmp_path / "one", memory)
     project.leave(1)
-    with ExitStack() as processes:
-        if end.startswith("closed"):
-            assert project.restored() == (1, "host"), "by this process"
-        else:
-            later = processes.enter_context(forked.start(["-c", DIES, str(project.file)]))
-            process = Path(f"/proc/{later.pid}")
-            state = process / "stat"
-            wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "Z", "it died")
-            # The kernel closes its files, and with them the lock, with its last thread.
-            wait_until(lambda: len([*(process / "task").iterdir()]) == 1, "all its threads did")
+    with forked.start(["-c", DIES, str(project.file)]) as later:
+        process = Path(f"/proc/{later.pid}")
+        state = process / "stat"
+        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "Z", "it died")
+        # The kernel closes its files, and with them the lock, with its last thread.
+        wait_until(lambda: len([*(process / "task").iterdir()]) == 1, "all its threads did")
         project.configure(disk={})
         assert "flushed 1@1 to disk" in project.run_command("drain")
     assert steps_on(project.folder / "disk", "exp") == [1]
@@ -286,20 +254,3 @@ def test_a_drain_on_a_signal_frees_memory_once_all_of_it_is_durable(
     is_complete = deadline == "20s"
     assert bool(list(memory.rglob("*.image"))) != is_complete
     assert project.restored() == ((1, "disk") if is_complete else (2, "host"))
-
-
-def test_a_drain_that_a_later_start_keeps_from_writing_says_what_to_start(
-    tmp_path: Path, memory: Path
-) -> None:
-    """Another machine went on from an older step. What memory holds is not to be removed by hand."""
-    project = Project(tmp_path / "one", memory)
-    project.leave(1)
-    elsewhere = Project(tmp_path / "one", tmp_path / "memory-of-another-machine", disk={})
-    elsewhere.leave(3)
-    project.configure(disk={})
-    output = project.run_command("drain", code=1)
-    for words in ("did not begin with this memory", "start the training here", "--discard"):
-        assert words in output
-    assert "remove" not in output
-    assert list(memory.rglob("*.image"))
-    assert project.restored() == (3, "disk")

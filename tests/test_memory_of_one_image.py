@@ -41,22 +41,17 @@ def test_an_image_that_no_tier_takes_gives_way(tmp_path: Path, when_full: str) -
         assert ckpt.statistics().commits == {"disk": 1}
 
 
-def two_ranks_leave(room: str, tmp_path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Step 1 of two ranks is in their memory and nowhere else. Return the configuration of the start after them, of one
-    rank."""
+def test_without_room_beside_images_of_other_ranks_a_warning_has_the_ways_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Step 1 of two ranks is in their memory and nowhere else; the start after them has one rank."""
     with network(["a", "a"]) as both:
         opener = Opener(tmp_path, both)
         opener.place_of = {0: 0, 1: 0}
         tiers = opener.config(0).model_dump(mode="json", exclude_unset=True)["tiers"]
-        tiers[0] |= {"capacity": room}
-        stop_before_any_flush(opener, patch, elements=1 << 15, tiers=tiers)
-    return {"run": "run", "max_wait": "10s", "tiers": tiers}
-
-
-def test_without_room_beside_images_of_other_ranks_a_warning_has_the_ways_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = two_ranks_leave("280KiB", tmp_path, monkeypatch)
+        tiers[0] |= {"capacity": "280KiB"}
+        stop_before_any_flush(opener, monkeypatch, elements=1 << 15, tiers=tiers)
+    config = {"run": "run", "max_wait": "2s", "tiers": tiers}
     (file := tmp_path / "tiers.yaml").write_text(json.dumps(config))
     state = states(2)[0]
     with tierfall.open(config) as ckpt:
@@ -75,14 +70,8 @@ def test_without_room_beside_images_of_other_ranks_a_warning_has_the_ways_out(
         ckpt.save(2, state, block=True)
 
 
-MakeConfig = Callable[..., dict[str, Any]]
-
-
-# Memory ----------------------------------------------------------------------------------------------
-
-
 def test_memory_grows_when_the_optimizer_state_appears_after_the_first_save(
-    make_config: MakeConfig, tmp_path: Path
+    make_config: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     model = torch.nn.Linear(100, 200)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -21,8 +21,6 @@ from tierfall.telemetry.figures import (
     EventTally,
     Figure,
     Statistics,
-    of_run,
-    of_tier,
     to_metrics,
 )
 from tierfall.telemetry.status import Status, broken_promises, durable_bound_s
@@ -216,18 +214,6 @@ def test_what_is_not_known_or_not_finite_is_left_out() -> None:
         "tierfall/failing/a": 0,
     }
     assert to_metrics(replace(known, failing={"a": "no space"}))["tierfall/failing/a"] == 1
-
-
-def test_a_figure_has_one_name_in_all_that_shows_it() -> None:
-    """A tier's, the run's, and those of losses and edges are all there are."""
-    found = Statistics(
-        **{n: {"t": 1} for n, x in FIGURES.items() if x.per == "tier" and n != "fill"}
-    )
-    assert {figure.per for figure in FIGURES.values()} == {None, "tier", "loss", "edge"}
-    per_tier = {name for name, figure in FIGURES.items() if figure.per == "tier"}
-    assert set(of_tier(found, "t")) == per_tier
-    assert {f"tierfall/{name}/t" for name in per_tier} <= set(to_metrics(found))
-    assert set(of_run(found)) == {name for name, figure in FIGURES.items() if figure.per is None}
 
 
 if __name__ == "__main__":

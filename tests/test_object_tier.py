@@ -66,12 +66,6 @@ def large(step: int, *, mib: int) -> dict[str, Any]:
     }
 
 
-def only_store(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The configuration of a machine that has nothing but the way to the store."""
-    host = {"name": "host", "kind": "host", "folder": str(folder), "capacity": "256MiB"}
-    return {**config, "tiers": [host, config["tiers"][-1]]}
-
-
 def uploads_on(server: SeaweedFS, bucket: str) -> list[Any]:
     """Unfinished uploads, as another client lists them."""
     backend = open.open_backend(
@@ -84,17 +78,6 @@ def uploads_on(server: SeaweedFS, bucket: str) -> list[Any]:
 
 
 # What it is for ---------------------------------------------------------------------------------------
-
-
-def test_a_large_image_goes_by_s3fs_and_leaves_no_upload(
-    with_store: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path
-) -> None:
-    config = with_store({"driver": "fsspec"}, chunk="1MiB")
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, large(1, mib=12), block=True)
-    loaded = tierfall.load(only_store(config, tmp_path / "elsewhere"))
-    assert torch.equal(loaded["w"], large(1, mib=12)["w"])
-    assert uploads_on(s3_server, bucket) == []
 
 
 # Outages ----------------------------------------------------------------------------------------------

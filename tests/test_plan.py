@@ -55,14 +55,6 @@ def test_a_checkpoint_of_megatron_at_a_trillion_parameters() -> None:
     assert found["restore_s"]["read_once"] == pytest.approx(13.8, rel=0.025)
 
 
-def test_an_image_of_llama_405b() -> None:
-    """Meta 2024: 405.853e9 parameters of 14 bytes over 16,384 GPUs are 347 MB each."""
-    found = planned("llama3-405b", "--gpus", "16384")
-    assert found["parameters"] == 405_853_388_800
-    (size,) = found["bytes_by_rank"]
-    assert (round(size["bytes"] / 1e6), size["ranks"]) == (347, 16_384)
-
-
 @pytest.mark.parametrize(
     ("model", "degrees", "shard", "gib", "published"),
     [
@@ -246,17 +238,3 @@ def test_lazy_saves_of_datastates_llm(gb: float, gpus: int, step_s: float, is_he
         for every in (1, 3)
     )
     assert (every_step > 1, third) == (bool(is_held), 0)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "lost", "probability"),
-    [(16, 2, 0.9333), (16, 3, 0.8), (16, 4, 0.6154), (100, 2, 0.98990)],
-)
-def test_recovery_from_peers_of_gemini(nodes: int, lost: int, probability: float) -> None:
-    """SOSP'23, with two holders; for 4 of 16 Gemini has a lower bound, 0.6."""
-    found = planned("7B", "--gpus", str(8 * nodes), "--tier", "peers", "--tier", "s3")
-    chances = {
-        each["lost_nodes"]: each["probability"] for each in found["peer_recovery_probability"]
-    }
-    assert chances[1] == 1
-    assert chances[lost] == pytest.approx(probability, abs=5e-5)

@@ -68,22 +68,6 @@ def small(width: int = 4, renamed: str = "1", more: int = 0) -> State:
     return {"model": model, "optimizer": optimizer}
 
 
-def test_a_rename_to_a_name_that_is_not_in_the_state_is_named_as_given(
-    config: dict[str, Any],
-) -> None:
-    """What the error proposes has the names of the checkpoint, by which a rename is looked up."""
-    save(config, small())
-    text = restore(config, small(), rename={"model": "modle"})
-    assert "it is 'model' in the checkpoint: leave out that rename" in text
-    assert "rename={'modle'" not in text
-    assert "did you mean" not in text
-    state = small()
-    other = {"models": state["model"], "optimizer": state["optimizer"]}
-    assert "rename={'model': 'models'}?" in restore(config, other, rename={"model": "modle"})
-    model = {"models": state["model"]}
-    assert restore(config, model, rename={"model": "models"}, only=["models"]) == ""
-
-
 @pytest.mark.parametrize("name", ["module", "net"])
 def test_a_prefix_that_all_names_have_is_named_with_the_rename_that_helps(
     make_config: MakeConfig, name: str
@@ -97,15 +81,6 @@ def test_a_prefix_that_all_names_have_is_named_with_the_rename_that_helps(
     assert f"rename={{'model': 'model.{name}'}}" in text
     assert "1 place:" in text
     assert restore(config, state, only=["model"], rename={"model": f"model.{name}"}) == ""
-    wrapped = make_config(run="wrapped")
-    save(wrapped, {"models": [state["model"]]})
-    outer = {"models": [Wrapper(state["model"], "outer")]}
-    for live, rename in (
-        ({"models": [small()["model"]]}, {f"models.0.{name}": "models.0"}),
-        (outer, {"models.0": "models.0.outer"}),
-    ):
-        assert f"rename={rename}" in restore(wrapped, live)
-        assert restore(wrapped, live, rename=rename) == ""
 
 
 # The arguments that help -----------------------------------------------------------------------------
@@ -288,26 +263,6 @@ def test_steps_that_an_older_torch_saved_as_numbers_are_what_load_state_dict_mak
     assert restore(config, {"model": live, "optimizer": moments}) == ""
     one_step(live, moments)
     assert all(map(torch.equal, live.parameters(), expected_model.parameters()))
-
-
-def test_the_setstate_of_a_class_sees_what_was_restored(config: dict[str, Any]) -> None:
-    seen: list[tuple[float, int]] = []
-
-    class Own(torch.optim.SGD):
-        def __setstate__(self, state: dict[str, Any]) -> None:
-            super().__setstate__(state)
-            (group,) = self.param_groups
-            seen.append((group["lr"], len(self.state)))
-
-    model = nn.Linear(2, 2)
-    saved = Own(model.parameters(), lr=0.5, momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    saved.step()
-    save(config, {"model": model, "optimizer": saved})
-    seen.clear()
-    live = {"model": model, "optimizer": Own(model.parameters(), lr=0.1, momentum=0.9)}
-    assert restore(config, live) == ""
-    assert seen == [(0.5, 2)]
 
 
 # Parameters of several names -------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -59,21 +57,3 @@ def test_a_forked_child_gets_no_events_and_may_end_as_it_likes(make_config: Make
         assert in_a_child(unsubscribe) == ""
         ckpt.save(2, state_of(2), block=True)
     assert [e["step"] for e in seen if e["kind"] == "committed"] == [1, 2]
-
-
-# Callbacks of a real save ----------------------------------------------------------------------------
-
-
-def test_a_callback_that_hangs_does_not_keep_close(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    release = threading.Event()
-    try:
-        with tierfall.open(make_config()) as ckpt:
-            handle = ckpt.save(1, state_of(1), block=True)
-            handle.add_done_callback(lambda handle: release.wait(PATIENCE_S))
-            began_s = time.monotonic()
-        assert time.monotonic() - began_s < PATIENCE_S / 2
-        assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
-    finally:
-        release.set()
