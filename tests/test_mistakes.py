@@ -27,7 +27,8 @@ REMEDIES = re.compile(
 
 
 class Run:
-    """An open run with a saved step 50, and the state of it."""
+    """An open run with a saved step 50, and the state of it. No later step is due: what cannot be meant is answered at
+    once, and not at the first step that is due."""
 
     def __init__(self, ckpt: tierfall.Checkpointer, config: dict[str, Any]) -> None:
         self.ckpt, self.config = ckpt, config
@@ -45,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     root = tmp_path_factory.mktemp("mistakes")
     host = {"name": "host", "kind": "host", "folder": str(root / "m"), "capacity": "2MiB"}
     disk = {"name": "disk", "kind": "file", "path": str(root / "d")}
-    config = {"run": "r", "tiers": [host, disk]}
+    config = {"run": "r", "interval": {"every": 1000}, "tiers": [host, disk]}
     with tierfall.open(config) as ckpt:
         yield Run(ckpt, config)
 
@@ -86,6 +87,11 @@ CALLS: dict[str, Callable[[Run], object]] = {
     "load only a number": lambda r: r.ckpt.load(only=5),  # type: ignore[arg-type]
     "load only an unknown name": lambda r: r.ckpt.load(only=["x"]),
     "load with None as resume": lambda r: r.ckpt.load(resume=None),  # type: ignore[arg-type]
+    "maybe_save of a model": lambda r: r.ckpt.maybe_save(60, r.model),  # type: ignore[arg-type]
+    "maybe_save with tags as text": lambda r: r.ckpt.maybe_save(60, r.state, tags="best"),
+    "strict as text": lambda r: r.ckpt.restore(r.state, strict="no"),  # type: ignore[arg-type]
+    "delete with text": lambda r: r.ckpt.delete(50, even_the_last="no"),  # type: ignore[arg-type]
+    "prune with None": lambda r: r.ckpt.prune(dry_run=None),  # type: ignore[arg-type]
     "open a web page": lambda r: tierfall.open("https://x"),
     "open below a file": lambda r: tierfall.open({"run": "other", "tiers": "/dev/null/folder"}),
     "read a pointer of None": lambda r: tierfall.read_pointer(None),  # type: ignore[arg-type]

@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 
 import tierfall
-from tests.steps import state_of, wait_until
+from tests.core.ranks.threads import network, on_all
+from tests.rank_kit import config_of
+from tests.steps import memory_of, state_of, wait_until
+from tierfall.ops.reader import Watcher
 from tierfall.run import status_writer
+from tierfall.run.checkpointer import Checkpointer
 from tierfall.telemetry import status
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -82,3 +86,20 @@ def test_what_a_killed_process_reported_is_replaced_by_the_next_start(
         ckpt.restore(state_of(0))
         wait_until(lambda: read(memory).attempt == 2, "the next start's own")
     assert status.read_status(folder_in(memory), 0) is None
+
+
+def test_ranks_of_one_node_are_slots_and_rank_0s_view_is_shown(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with network(["a", "a"]) as ranks:
+        opened = on_all([lambda r=r: Checkpointer(config, ranks=r) for r in ranks])  # type: ignore[misc]
+        watcher = Watcher(config, run="run")
+        wait_until(
+            lambda: [s.status and s.status.rank for s in watcher.take_snapshot().slots] == [0, 1],
+            "both say something",
+        )
+        glimpse = watcher.take_snapshot()
+        assert all(slot.alive for slot in glimpse.slots)
+        assert glimpse.live is not None
+        assert (glimpse.live.rank, glimpse.live.world_size) == (0, 2)
+        assert on_all([one.close for one in opened]) == [None, None]
+        assert [status.read_status(memory_of(config), slot) for slot in (0, 1)] == [None, None]
