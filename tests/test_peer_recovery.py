@@ -13,7 +13,6 @@ import torch
 
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import kill_all
-from tests.steps import wait_until
 from tierfall.config import Config
 from tierfall.core.format.decided import Word
 from tierfall.core.ranks.ranks import Ranks
@@ -92,14 +91,6 @@ def lose(folder: Path, node: str) -> None:
 def in_memory(ckpt: Checkpointer) -> CheckpointId | None:
     """Return the newest checkpoint that host memory has this rank's image of."""
     return max(open_run_of(ckpt).session.host.images(), default=None)
-
-
-def wait_copied(all_ranks: Sequence[Checkpointer]) -> None:
-    wait_until(
-        lambda: all(one.statistics().peer_survival for one in all_ranks),
-        "peer memory has it on all nodes",
-        SOON_S,
-    )
 
 
 def test_what_a_person_has_deleted_is_not_brought_back(tmp_path: Path) -> None:

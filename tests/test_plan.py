@@ -216,19 +216,6 @@ def test_no_interval_has_a_better_ettr_than_the_best(cost_s: float) -> None:
     assert all(at(best_s) >= at(best_s * factor) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2))
 
 
-SYNCHRONOUS = {5: 204, 10: 252, 16: 312, 50: 631}
-
-
-@pytest.mark.parametrize(("saves", "published_s"), SYNCHRONOUS.items())
-def test_synchronous_saves_of_datastates_llm(saves: int, published_s: float) -> None:
-    """HPDC'24: 50 steps of 3.2 s of a 7B, and so many checkpoints of 83 GB at 8 to 9 GB/s."""
-    steps_s, hold_s = 50 * 3.2, 83 / 8.8
-    total_s = steps_s + saves * hold_s
-    assert total_s == pytest.approx(published_s, rel=0.05)
-    out = trained([], [], total_s + 1e-6, (steps_s / saves, hold_s, 0))
-    assert out.lost_s["saving"] == pytest.approx(saves * hold_s)
-
-
 @pytest.mark.parametrize(("gb", "gpus", "step_s", "is_held"), [(83, 8, 3.2, 1), (166, 16, 5.5, 0)])
 def test_lazy_saves_of_datastates_llm(gb: float, gpus: int, step_s: float, is_held: int) -> None:
     """A 7B waits for its ring of host memory if it saves every step, and not every third; a 13B never waits."""

@@ -113,12 +113,8 @@ def test_options_that_make_no_sense_are_refused(cli: Cli) -> None:
             ("--image", "9"),
             "'--image': '9' is 9 bytes, less than 1KiB; expected a size such as 16GiB",
         ),
-        (("--save-every", "often"), "'--save-every': "),
-        (("--step-time", "0s"), "'--step-time': '0s' is too small"),
-        (("--steps-per-hour", "0"), "'--steps-per-hour': '0' is invalid"),
         (("--steps-per-hour", "nan"), "'--steps-per-hour': 'nan' is invalid"),
         (("--step-time", "1s", "--steps-per-hour", "9"), "exclude each other"),
-        (("--ranks", "0"), "'--ranks': "),
         (("--ranks", "2", "--nodes", "3"), "--nodes: 3 nodes are more than 2 ranks"),
     ):
         answer = cli("check", *words, code=2)
