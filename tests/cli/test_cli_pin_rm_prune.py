@@ -1,4 +1,4 @@
-"""``pin``, ``unpin``, ``rm`` and ``prune`` without a trainer: completed, or the rest is reported per tier."""
+"""``pin``, ``unpin``, ``rm``, ``prune`` and ``drain`` without a trainer: done, or what is left is reported per tier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from cli_kit import Cli
 
 import tierfall
-from tests.steps import steps_on
+from tests.memory_store import MemoryStore
+from tests.steps import state_of, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.cli import commands
@@ -97,3 +98,22 @@ def test_a_run_of_another_node_is_warned_about(
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     for words in (["pin", "1"], ["prune"]):
         assert "whether its trainer is alive" in cli(*words).err
+
+
+# drain -----------------------------------------------------------------------------------------------
+
+
+def test_a_tier_that_refuses_is_tried_until_the_deadline(
+    make_cli: MakeCli, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore(monkeypatch)
+    cli = make_cli(max_wait="0.3s")
+    cli.configure({**cli.config, "tiers": [cli.config["tiers"][0], store.tier()]})
+    store.refuse = lambda call, key: PermissionError() if "step-00000002" in key else None
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        ckpt.save(2, state_of(2))
+    assert store.steps() == [1]
+    store.heal_after_refusals(5)
+    cli("drain", "--deadline", "60s")
+    assert store.steps() == [1, 2]

@@ -1,19 +1,22 @@
-"""Every command names a tier that could not be read, and never takes it for an empty one."""
+"""Every command names a tier that could not be read, and never takes it for an empty one; what is deleted meanwhile is
+not called damaged."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_kit import Cli
 
 import tierfall
-from tests.contract.kit import flip
+from tests.contract.kit import IMAGE, flip
 from tests.contract.trainer import Trainer
 from tests.steps import files_below, state_of
 from tierfall.backends.posix.backend import PosixBackend
+from tierfall.cli import commands
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import AccessDeniedError
 
@@ -99,7 +102,7 @@ def test_no_step_of_an_older_line_is_taken_while_a_newer_one_may_lie_on_an_unrea
 def test_what_is_damaged_where_it_was_read_may_be_good_where_it_was_not(
     cli: Cli, tmp_path: Path, silence: Silence
 ) -> None:
-    image = tmp_path / "disk/run/step-00000002-a0001/rank-00000-of-00001.safetensors"
+    image = tmp_path / "disk/run/step-00000002-a0001" / IMAGE
     flip(image, -1)
     silence(tmp_path / "far")
     unread, damaged = cli("export", "2", "--to", str(tmp_path / "out"), code=1).err.splitlines()
@@ -107,6 +110,27 @@ def test_what_is_damaged_where_it_was_read_may_be_good_where_it_was_not(
     assert "damaged in every copy" in damaged
     assert damaged.endswith("; far could not be read and may hold a good copy")
     assert cli("export", "2", "--to", str(image), code=2).err.count("\n") == 2, "other refusals too"
+
+
+@pytest.mark.parametrize("gone", [("commit.json", IMAGE), (IMAGE,)])
+def test_a_step_that_is_dropped_while_it_is_exported_is_not_called_damaged(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: tuple[str, ...]
+) -> None:
+    """The commit record is the first to go. An image that is missing beside it is damage."""
+    real = commands.export_checkpoint
+
+    def drop_first(*words: Any) -> Any:
+        for name in gone:
+            (tmp_path / "disk/run/step-00000001-a0001" / name).unlink()
+        return real(*words)
+
+    monkeypatch.setattr(commands, "export_checkpoint", drop_first)
+    words = ("export", "1", "--tier", "disk", "--to", str(tmp_path / "out"))
+    err = cli(*words, code=1).err
+    if len(gone) == 2:
+        assert err == "tierfall: export: 1@1 was deleted while it was read\n"
+    else:
+        assert "damaged in every copy" in err
 
 
 # Folders that are not there --------------------------------------------------------------------------
