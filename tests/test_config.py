@@ -37,16 +37,6 @@ def config_of(**members: Any) -> dict[str, Any]:
     return {"run": "x", "tiers": "./checkpoints", **members}
 
 
-def tier_of(**members: Any) -> dict[str, Any]:
-    """A good configuration whose file tier has these members as well."""
-    tier = {"name": "disk", "kind": "file", "path": "./c", **members}
-    return config_of(tiers=[{"name": "host", "kind": "host"}, tier])
-
-
-def host_of(**members: Any) -> dict[str, Any]:
-    return config_of(tiers=[{"name": "host", "kind": "host", **members}])
-
-
 # What a good configuration reads as.
 
 
@@ -61,34 +51,6 @@ def test_a_config_that_is_made_directly_is_refused_in_the_same_words() -> None:
     assert Config(**config_of()) == load_config(config_of())
 
 
-def test_a_relative_path_in_a_file_starts_at_the_folder_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that a run finds its checkpoints from wherever it is started; in a dict it starts at the working directory."""
-    (tmp_path / "job").mkdir()
-    (tmp_path / "tiers.yaml").write_text("{run: r, tiers: ../never}")
-    file = tmp_path / "job" / "tiers.yaml"
-    file.write_text(
-        "run: r\nevents: e.jsonl\ntiers:\n"
-        "  - {name: host, kind: host, folder: ../memory}\n"
-        "  - {name: disk, kind: file, path: c}\n"
-    )
-    (tmp_path / "linked.yaml").symlink_to(file)
-    for folder, written in (
-        (tmp_path, "job/tiers.yaml"),
-        (tmp_path / "job", "tiers.yaml"),
-        (Path("/"), file),
-    ):
-        monkeypatch.chdir(folder)
-        config = load_config(written)
-        assert config.stored[0].path == tmp_path / "job" / "c"
-        assert config.events is not None
-        assert config.events.path == tmp_path / "job" / "e.jsonl"
-        assert config.host.folder is not None
-        assert config.host.folder.resolve() == tmp_path / "memory"
-    assert load_config(tmp_path / "linked.yaml").stored[0].path == tmp_path / "c"
-
-
 def test_paths_are_absolute_and_the_home_folder_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,14 +60,6 @@ def test_paths_are_absolute_and_the_home_folder_is_known(
     config = load_config(config_of(tiers="c"))
     monkeypatch.chdir("/")
     assert config.stored[0].path == tmp_path / "c"
-
-
-def test_a_config_is_frozen() -> None:
-    config = load_config(config_of())
-    with pytest.raises(ValueError, match="frozen"):
-        config.run = "y"  # type: ignore[misc]
-    with pytest.raises(ValueError, match="frozen"):
-        config.host.name = "y"  # type: ignore[misc]
 
 
 def test_a_model_cannot_be_built_past_its_rules() -> None:
@@ -130,10 +84,6 @@ def test_a_name_that_looks_like_a_date_is_a_name(load: Load) -> None:
 
 
 # Where something is wrong.
-
-
-HOST = {"name": "host", "kind": "host"}
-FILE = {"name": "file", "kind": "file", "path": "./c"}
 
 
 def _nested(line: str, repeated: str, times: int) -> str:
@@ -216,48 +166,19 @@ def test_what_a_variable_holds_is_not_looked_at_again() -> None:
 
 
 SECRET = "hunter2-!/\\\"' ü"
-PLACES: list[dict[str, Any]] = [
-    config_of(run="${env:S}"),
-    config_of(interval="${env:S}"),
-    config_of(interval={"every": "${env:S}"}),
-    config_of(capture={"mode": "${env:S}", "verify": "${env:S}"}),
-    config_of(on_error="${env:S}"),
-    config_of(max_wait="1${env:S}"),
-    config_of(chunk="${env:S}"),
-    config_of(tiers=["${env:S}"]),
-    config_of(tiers="~${env:S}/x"),
-    host_of(name="${env:S}", kind="${env:S}"),
-    host_of(name="${env:S}", when_full="${env:S}", capacity="5${env:S}", folder="${env:S}\0"),
-    host_of(zebra="${env:S}"),
-    tier_of(
-        name="${env:S}", shared="${env:S}", bandwidth="${env:S}", compress={"codec": "${env:S}"}
-    ),
-    tier_of(flush={"every": "${env:S}"}, retain={"last": "${env:S}", "for": "${env:S}"}),
-    tier_of(flush={"order": "${env:S}"}, evict={"order": {"oldest": "${env:S}"}}),
-    config_of(tiers=[HOST, {**FILE, "path": "${env:S}"}, {**FILE, "path": "${env:S}"}]),
-    config_of(
-        tiers=[
-            HOST,
-            {
-                "name": "o",
-                "kind": "object",
-                "url": "${env:S}",
-                "options": {"key": "${env:S}"},
-                "x": 1,
-            },
-        ]
-    ),
-]
 
 
-@pytest.mark.parametrize("source", PLACES)
-def test_no_message_shows_what_a_variable_holds(source: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(source, environ={"S": SECRET})
-    text = "".join(traceback.format_exception(caught.value))
-    assert "hunter2" not in text
-    chained = caught.value.__cause__ or caught.value.__context__
-    assert "hunter2" not in repr(chained)
+def test_no_traceback_shows_what_a_variable_holds() -> None:
+    """Nor does what pydantic raised, which is chained: it has the values that it was given."""
+    for members in (
+        {"interval": {"every": "${env:S}"}},
+        {"tiers": ["${env:S}"]},
+        {"tiers": [{"name": "o", "kind": "object", "url": "${env:S}", "options": "${env:S}"}]},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(config_of(**members), environ={"S": SECRET})
+        assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+        assert "hunter2" not in repr(caught.value.__cause__ or caught.value.__context__)
 
 
 # The schema.
