@@ -3,7 +3,6 @@ tiers."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from tests.steps import memory_of
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config
 from tierfall.core.format.decided import Word
-from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.types.errors import FencedError
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.drain import drain
 from tierfall.tiers.stored import StoredTier
@@ -81,15 +78,6 @@ def again(folder: Path) -> list[float]:
     return [float(state["w"][0]) for state in states]
 
 
-def again_from(folder: Path, tier: str) -> list[float]:
-    """Start the job again with the copies of one tier, and say what each rank restores."""
-    for path in [p for p in folder.glob("0/*/run") if p.parent.name not in (tier, "memory")]:
-        shutil.rmtree(path)
-    for path in (folder / "0/memory").rglob("tiers.json"):  # as after a restart of the machine
-        path.unlink()
-    return again(folder)
-
-
 def test_all_of_it_is_brought_with_its_pins_and_memory_is_given_back(
     left: Opener, tmp_path: Path
 ) -> None:
@@ -136,40 +124,3 @@ def test_the_memory_of_one_slot_is_no_whole_job_whichever_it_is(
     data["tiers"][1]["shared"], data["tiers"][2]["shared"] = False, True
     drained = drain(Config.model_validate(data), None)
     assert ([owed.tier for owed in drained.left], drained.memory_kept) == (["far"], True)
-
-
-def test_the_machine_that_comes_last_commits_what_all_have_brought(
-    left: Opener, tmp_path: Path
-) -> None:
-    data = left.config(0, max_wait="0.3s").model_dump(mode="json", exclude_none=True)
-    data["tiers"][1]["shared"], data["tiers"][2]["shared"] = False, True
-    config = Config.model_validate(data)
-    memory, elsewhere = memory_of(config), tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    first, second = image_of(memory, 0), image_of(memory, 1)
-    second.rename(elsewhere / second.name)
-    assert [owed.tier for owed in drain(config, None).left] == ["far"]
-    first.rename(elsewhere / first.name)
-    (elsewhere / second.name).rename(second)
-    image = next((tmp_path / "0/far").rglob("rank-00000*.safetensors"))
-    brought = image.stat().st_mtime_ns
-    last = drain(config, None)
-    assert (last.left, last.memory_kept) == ((), False)
-    assert files_on(tmp_path, "far") == WHOLE
-    (elsewhere / first.name).rename(first)
-    again = drain(config, None)
-    assert (again.left, again.memory_kept) == ((), False)
-    assert image.stat().st_mtime_ns == brought, "nobody wrote it twice"
-    assert again_from(tmp_path, "far") == [0.0, 1.0]
-
-
-def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: Path) -> None:
-    store = StoredTier(name="far", run="run", backend=PosixBackend(tmp_path / "0/far"))
-    store.fence.create(
-        Attempt(run="run", number=2, id="f" * 32, node="elsewhere", pid=1, wall_time_s=1.0)
-    )
-    store.close()
-    with pytest.raises(FencedError, match=r"followed by attempt 2 \(process 1 on elsewhere"):
-        drain(left.config(0), SOON_S)
-    assert files_on(tmp_path, "nvme") == files_on(tmp_path, "far") == []
-    assert len(list(tmp_path.rglob("*.image"))) == 2
