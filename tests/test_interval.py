@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tierfall
-from tests import forked
 from tests.core.ranks.threads import on_all
 from tests.steps import state_of
 from tierfall.core.types.errors import ConfigError
@@ -77,35 +75,3 @@ def test_signals_are_the_main_threads(make_config: MakeConfig) -> None:
     ckpt = tierfall.open(config)
     assert on_all([ckpt.close]) == [None]
     assert signal.getsignal(signal.SIGUSR1) != before
-
-
-CHILD = """
-import os, signal, sys, time, tierfall
-ready, tell = os.pipe()
-tiers = [
-    {"name": "host", "kind": "host", "folder": sys.argv[1] + "/memory"},
-    {"name": "disk", "kind": "file", "path": sys.argv[1] + "/disk"},
-]
-with tierfall.open({"run": "x", "tiers": tiers, "interval": {"on_signal": ["SIGTERM"]}}) as ckpt:
-    child = os.fork()
-    if child == 0:
-        os.write(tell, b".")
-        for _ in range(600):  # a signal that comes right before a sleep is noticed after it
-            time.sleep(0.1)
-        os._exit(7)
-    os.read(ready, 1)
-    os.kill(child, signal.SIGTERM)
-    print("child", os.WTERMSIG(os.waitpid(child, 0)[1]), flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-    ckpt.save(1, {"a": 1})
-print("still here", flush=True)
-os.kill(os.getpid(), signal.SIGTERM)
-"""
-
-
-def test_a_forked_child_ends_by_the_signal_and_so_does_the_program_after_close(
-    tmp_path: Path,
-) -> None:
-    done = forked.run(["-c", CHILD, str(tmp_path)])
-    assert done.stdout.splitlines() == [f"child {signal.SIGTERM:d}", "still here"], done.stderr
-    assert done.returncode == -signal.SIGTERM
