@@ -345,14 +345,6 @@ def model_of(seed: int = 0) -> torch.nn.Module:
     return model
 
 
-@pytest.fixture
-def tied(tmp_path: Path) -> Config:
-    config = config_of(tmp_path, raw={}, planes={"compress": {"codec": "planes"}})
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, {"model": model_of(), "epoch": 3}, block=True)
-    return config
-
-
 def by_hand(folder: Path, base: str = "model") -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Read shards by their index, as a program that knows only the format does; return tensors, and files by name."""
     document = json.loads((folder / f"{base}.safetensors.index.json").read_text())
@@ -376,37 +368,6 @@ def assert_model(found: dict[str, torch.Tensor], dtype: torch.dtype | None = Non
             tensor = tensor.to(dtype)
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(found[name], tensor), name
-
-
-@pytest.mark.parametrize(("tier", "size"), [("raw", 1), ("planes", 5 * KB)])
-def test_an_index_by_hand_leads_to_every_tensor(
-    tied: Config, out: Path, tier: str, size: int
-) -> None:
-    done = export_from(tied, tier, to=out, only=("model",), max_shard_bytes=size)
-    assert done.path == out
-    assert done.bytes == sum(file.stat().st_size for file in out.iterdir())
-    found, files = by_hand(out)
-    assert_model(found)
-    model_of(1).load_state_dict(found)
-    count = len(set(files.values()))
-    assert {f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)} == set(
-        files.values()
-    )
-    assert files["0.weight"] == files["1.weight"], "tied weights are in one file"
-    for file in set(files.values()):
-        names = [name for name, other in files.items() if other == file]
-        whole = sum(found[name].nbytes for name in names)
-        assert (
-            whole <= size
-            or len({found[name].data_ptr() for name in names}) == 1
-            or ({"0.weight", "1.weight"} == set(names))
-        )
-
-
-def test_what_fits_into_one_file_has_no_index(tied: Config, out: Path) -> None:
-    export_from(tied, "raw", to=out, only=("model",), max_shard_bytes=10**9)
-    assert [file.name for file in out.iterdir()] == ["model.safetensors"]
-    assert_model(safetensors.torch.load_file(out / "model.safetensors"))
 
 
 def test_shards_of_several_ranks_are_whole(tmp_path: Path, out: Path) -> None:
