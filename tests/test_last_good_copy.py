@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import tierfall
-from tests.steps import blank, flip, save_steps, state_of, step_in, steps_on, wait_until
+from tests.steps import blank, flip, save_steps, state_of, step_in, wait_until
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -40,30 +39,6 @@ def is_idle(ckpt: tierfall.Checkpointer) -> bool:
     return ckpt._session.wait_idle(20)
 
 
-@pytest.mark.parametrize("retain", [{"last": 1}, {"for": "1s"}], ids=str)
-def test_nothing_goes_by_rule_before_a_restore_and_an_older_step_is_there_for_it(
-    make_config: MakeConfig,
-    on: Callable[..., list[int]],
-    damage: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    retain: dict[str, Any],
-) -> None:
-    """The job was down for longer than ``for``, or ``last`` was lowered; and the newest is damaged, unseen."""
-    save_steps(make_config(), 1, 2, 3)
-    damage("disk", 3)
-    later_s = time.time() + 1000
-    monkeypatch.setattr(time, "time", lambda: later_s)
-    with tierfall.open(make_config(disk={"retain": retain})) as ckpt:
-        assert is_idle(ckpt)
-        assert on("disk") == [1, 2, 3]
-        state = blank()
-        report = ckpt.restore(state)
-        assert report is not None
-        assert (report.step, step_in(state)) == (2, 2)
-        assert is_idle(ckpt)
-        assert 2 in on("disk")
-
-
 # A tier that the restore did not read ----------------------------------------------------------------
 
 
@@ -77,15 +52,6 @@ def two_tiers(make_config: MakeConfig) -> Callable[..., dict[str, Any]]:
 
     save_steps(chain(), 1, 2, 3)
     return chain
-
-
-def test_the_newest_on_another_tier_is_read_before_older_ones_go_for_its_sake(
-    two_tiers: Callable[..., dict[str, Any]], on: Callable[..., list[int]], tmp_path: Path
-) -> None:
-    with tierfall.open(two_tiers(retain={"last": 1})) as ckpt:
-        ckpt.restore(blank())
-        wait_until(lambda: on("archive") == [3], "it was read, and they went")
-    assert steps_on(tmp_path / "archive") == [3]
 
 
 def test_what_is_damaged_and_lies_nowhere_else_keeps_the_older_ones(
