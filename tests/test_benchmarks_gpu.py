@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import figures, machine, report
 from benchmarks.figures import Results
-from benchmarks.gpu import bench, bus, large, part, restores, saves, steps
+from benchmarks.gpu import bus, large, part, restores, saves, steps
 from benchmarks.gpu.bench import Bench
 from benchmarks.plan import Plan
 from tests.core.fake_device import FakePlaces, FakeStream
@@ -175,42 +175,6 @@ def lines_of(text: str) -> list[str]:
 
 
 # What is left out ------------------------------------------------------------------------------------
-
-
-def test_without_room_for_a_slab_its_figures_are_left_out_and_that_is_reported(
-    tmp_path: Path, rehearsal: Rehearsal
-) -> None:
-    rehearsal.free = 1 << 20
-    one = made(tmp_path, rehearsal)
-    saves.measure_slab(one)
-    found = one.results
-    assert rows(found) == {}
-    (line,) = found.facts["gpu_left_out"]
-    assert "left out: the device tier" in line
-    assert "of memory of the device" in line
-    found.facts.update(load_before=0.0, load_after=0.0)
-    assert line in report.table(found, machine.describe(Path.cwd(), Path.cwd(), "cpu"))
-
-
-def test_what_there_is_no_time_for_is_left_out(
-    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All time is gone once saves were measured."""
-    now = [0.0]
-    one = made(tmp_path, rehearsal, clock=lambda: now[0])
-    measure = saves.measure
-
-    def measure_for_long(*words: Any) -> None:
-        measure(*words)
-        now[0] = bench.BUDGET_S
-
-    monkeypatch.setattr(saves, "measure", measure_for_long)
-    part.run(one)
-    names = list(HOST_ROWS)
-    assert set(rows(one.results)) == set(names[: names.index("a save in every step, host")])
-    left_out = "\n".join(one.results.facts["gpu_left_out"])
-    for what in ("with saves to host", "restores", "after a kill", "to disk", "device tier"):
-        assert what in left_out
 
 
 # The state -------------------------------------------------------------------------------------------
