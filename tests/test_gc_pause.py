@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tierfall
-from tierfall.run.saver import gc_paused
+from tierfall.errors import CaptureError
 
 
 @pytest.fixture(autouse=True)
@@ -22,23 +22,15 @@ def collector_on() -> Iterator[None]:
     (gc.enable if was_on else gc.disable)()
 
 
-def fail() -> None:
-    with gc_paused():
-        assert not gc.isenabled()
-        raise KeyError
-
-
-def test_it_is_on_again_after_a_failure() -> None:
-    with pytest.raises(KeyError):
-        fail()
-    assert gc.isenabled()
-
-
-def test_who_has_it_off_keeps_it_off() -> None:
-    gc.disable()
-    with gc_paused():
-        assert not gc.isenabled()
-    assert not gc.isenabled()
+@pytest.mark.parametrize("on", [True, False])
+def test_after_a_save_that_fails_it_is_on_or_off_as_before(
+    make_config: Callable[..., dict[str, Any]], on: bool
+) -> None:
+    (gc.enable if on else gc.disable)()
+    with tierfall.open(make_config()) as ckpt:
+        with pytest.raises(CaptureError):
+            ckpt.save(1, {"w": object()})
+        assert gc.isenabled() is on
 
 
 def test_what_a_loop_leaves_in_cycles_is_collected_though_it_saves_at_every_step(
