@@ -19,7 +19,6 @@ import pytest
 import typer
 import yaml
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from rich.console import Console
 
 from tests.forked import Forked, server_of
@@ -62,31 +61,30 @@ def memory_folder(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Shown:
-    """A whole demo: the folder that it kept, what it told and reported, its trainers, and what it drew."""
+    """A whole demo: the folder that it kept, what it told and reported, and its trainers."""
 
     folder: Path
     told: str
     document: dict[str, Any]
     trainers: list[Trainer]
-    figure: Figure
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     folder = tmp_path_factory.mktemp("demo") / 'it\'s #1: "kept"'
-    drawn: list[tuple[list[Trainer], Figure]] = []
+    drawn: list[list[Trainer]] = []
     draw = picture.draw
 
     def keep(trainers: list[Trainer], alone: Trainer) -> Figure:
-        drawn.append(([*trainers, alone], draw(trainers, alone)))
-        return drawn[0][1]
+        drawn.append([*trainers, alone])
+        return draw(trainers, alone)
 
     out, told = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(told):
         patch.setattr(picture, "draw", keep)
         patch.setattr(story, "subprocess", FORKING)
         run(folder, steps=STEPS, as_json=True)
-    return Shown(folder, told.getvalue(), json.loads(out.getvalue()), *drawn[0])
+    return Shown(folder, told.getvalue(), json.loads(out.getvalue()), drawn[0])
 
 
 # What it shows ----------------------------------------------------------------------------------------
@@ -161,30 +159,6 @@ def test_picture_is_a_png_and_its_path_is_reported(shown: Shown) -> None:
     assert data.startswith(PNG)
     assert struct.unpack(">II", data[16:24]) == (1800, 1120)
     assert 10_000 < len(data) < 200_000
-
-
-def test_picture_names_every_color_and_no_text_lies_on_another(shown: Shown) -> None:
-    axes = shown.figure.axes[0]
-    found = [text for text in shown.figure.findobj(Text) if text.get_visible()]
-    texts = [text for text in found if text.get_text()]
-    boxes = [text.get_window_extent() for text in texts]
-    met = [
-        (texts[i].get_text(), texts[j].get_text())
-        for i in range(len(boxes))
-        for j in range(i)
-        if boxes[i].overlaps(boxes[j])
-    ]
-    assert met == []
-    named = {patch.get_facecolor() for patch in axes.get_legend().get_patches()}
-    assert {patch.get_facecolor() for patch in axes.patches} < named
-
-
-def test_picture_has_the_losses_of_both_runs_on_those_without_a_kill(shown: Shown) -> None:
-    first, again, *_, alone = shown.trainers
-    drawn = [list(map(tuple, each.get_xydata())) for each in shown.figure.axes[1].lines]
-    for trainer, points in zip((alone, first, again), drawn, strict=True):
-        assert points == [(x["step"], float.fromhex(x["loss"])) for x in trainer.of("step")]
-    assert {*drawn[1], *drawn[2]} == {*drawn[0]}
 
 
 # What goes wrong --------------------------------------------------------------------------------------
