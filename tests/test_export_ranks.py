@@ -64,33 +64,6 @@ def config(tmp_path: Path) -> Config:
 # What is written -------------------------------------------------------------------------------------
 
 
-def test_the_torch_file_is_what_load_returns_and_what_other_ranks_had_otherwise(
-    config: Config, out: Path
-) -> None:
-    done = export_from(config, "zstd", to=out, format=ExportFormat.TORCH)
-    assert done.path == out / "run-step-00000001.pt"
-    assert set(done.sources) == {"zstd"}
-    assert "below per_rank" in done.notes[-1]
-    read = torch.load(done.path, weights_only=False)
-    own = read.pop("per_rank")
-    loaded = tierfall.load(config)
-    assert read.keys() == loaded.keys()
-    for name, tensor in loaded["model"].items():
-        assert torch.equal(read["model"][name], tensor)
-    assert read["extra"] == {"epoch": 3, "seen": 100}
-    assert {k: v.tolist() for k, v in read["stages"].items()} == {
-        "stage0": [[1.0] * 7] * 5,
-        "stage1": [[2.0] * 7] * 5,
-    }
-    moments = loaded["optimizer"]["state"][0]
-    assert torch.equal(read["optimizer"]["state"][0]["exp_avg"], moments["exp_avg"])
-    assert own.keys() == {"1"}
-    assert own["1"].keys() == {"extra", "order", "running"}
-    assert own["1"]["extra"] == {"epoch": 3, "seen": 101}
-    assert own["1"]["order"].tolist() == [10, 11, 12, 13]
-    assert own["1"]["running"].tolist() == [1.0, 1.0, 1.0]
-
-
 def test_the_safetensors_file_has_every_tensor_whole_and_every_value_by_name(
     config: Config, out: Path
 ) -> None:
