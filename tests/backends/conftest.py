@@ -7,8 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from s3_stub import Stub
+from s3_stub import Stub, opened
 
+from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.posix.backend import PosixBackend
 
 
@@ -16,6 +17,14 @@ from tierfall.backends.posix.backend import PosixBackend
 def stub() -> Iterator[Stub]:
     """A server that answers what it is told to."""
     made = Stub()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stubbed(stub: Stub) -> Iterator[ObjectStoreBackend]:
+    """A place in a store that keeps the condition; then it takes everything."""
+    made = opened(stub)
     yield made
     made.close()
 

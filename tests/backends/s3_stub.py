@@ -67,6 +67,8 @@ class Stub:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+            """The body follows its head at once, and not after the client's delayed acknowledgement."""
 
             def answer(self) -> None:
                 query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from backend_places import no_sleep
-from s3_stub import Reply, Stub, error_body, opened, refused, taking
+from s3_stub import Reply, Stub, error_body, refused, taking
 
-from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
 from tierfall.core.types.errors import UnreachableError
-
-
-@pytest.fixture
-def backend(stub: Stub) -> Iterator[ObjectStoreBackend]:
-    made = opened(stub)
-    yield made
-    made.close()
 
 
 def replying(stub: Stub, statuses: list[int], code: str = "") -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from backend_places import get
-from s3_stub import PART_BYTES, Reply, Stub, probed, refused, taking
+from s3_stub import PART_BYTES, Reply, Stub, refused, taking
 
 from tests.object_store import SeaweedFS
 from tierfall.backends.object.backend import ObjectStoreBackend
@@ -23,17 +23,6 @@ DATA = bytes(range(1, 251)) * (2 * PART_BYTES // 250) + b"the last piece"
 def real(s3_server: SeaweedFS, bucket: str) -> Iterator[ObjectStoreBackend]:
     made = open_backend(f"s3://{bucket}/run", options=s3_server.options())
     assert isinstance(made, ObjectStoreBackend)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def stubbed(stub: Stub) -> Iterator[Backend]:
-    """A store that keeps the condition; then it takes everything."""
-    stub.reply = probed(200, 412)
-    made = open_backend("s3://bucket/run", options=stub.options)
-    stub.reply = taking
-    stub.requests.clear()
     yield made
     made.close()
 
