@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from backend_places import KINDS
@@ -38,41 +39,20 @@ class _Changed(Wrapper):
 
 
 class _Visible(_Changed):
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        writer = super().create(key, length=length, length_max=length_max, publish=publish)
+    def create(self, key: str, **words: Any) -> Writer:
+        writer = super().create(key, **words)
         self.memory.store.put(key, memoryview(b""), if_absent=False)
         return writer
 
 
 class _Unconditional(_Changed):
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        return super().create(key, length=length)
+    def create(self, key: str, **words: Any) -> Writer:
+        return super().create(key, length=words.get("length"))
 
 
 class _Lenient(_Changed):
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        return super().create(key, publish=publish)
+    def create(self, key: str, **words: Any) -> Writer:
+        return super().create(key, publish=words.get("publish", Publish.REPLACE))
 
 
 class _Unsorted(_Changed):
@@ -134,17 +114,8 @@ class _Hasty(_Changed):
 class _Borrowing(_Changed):
     """Copies only at publish."""
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        return _BorrowingWriter(
-            super().create(key, length=length, length_max=length_max, publish=publish)
-        )
+    def create(self, key: str, **words: Any) -> Writer:
+        return _BorrowingWriter(super().create(key, **words))
 
 
 class _BorrowingWriter(WriterWrapper):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from backend_places import get, put
@@ -11,7 +12,7 @@ from backend_places import get, put
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.wrappers import Retrying, RetryPolicy, Wrapper, WriterWrapper
 from tierfall.core.runtime.rate_limit import SLICE_BYTES_MIN, RateLimiter
-from tierfall.core.types.backend import Backend, Publish, Traits, Writer
+from tierfall.core.types.backend import Backend, Traits, Writer
 
 
 class Clock:
@@ -48,18 +49,9 @@ class Watched(Wrapper):
     def only(self, operation: str) -> list[tuple[int, int]]:
         return [(offset, size) for name, offset, size in self.seen if name == operation]
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
+    def create(self, key: str, **words: Any) -> Writer:
         self.see("create")
-        return WatchedWriter(
-            super().create(key, length=length, length_max=length_max, publish=publish), self
-        )
+        return WatchedWriter(super().create(key, **words), self)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         self.see("read", offset, view.nbytes)

@@ -57,13 +57,11 @@ def test_a_missing_package_is_named(
 @pytest.mark.parametrize(
     ("url", "options", "driver", "word"),
     [
-        ("s3://bucket", {"secrt": SECRET}, None, "secrt"),
         ("s3://bucket", {"secrt": SECRET}, Driver.FSSPEC, "secrt"),
         ("s3://bucket", {"config_kwargs": SECRET}, Driver.FSSPEC, "does not accept"),
         ("gs://bucket", {"tokn": SECRET}, None, 'tokn; did you mean "token"'),
         ("az://bucket", {"account_nam": SECRET}, None, 'did you mean "account_name"'),
         ("az://bucket", {"connection_string": SECRET}, None, "does not accept"),
-        ("s3://bucket", {"client_kwargs": {"regin": SECRET}}, None, "regin"),
         ("nothing://x", {}, None, "not known"),
         ("file:///tmp", {"auto_mkdir": True}, None, "auto_mkdir"),
     ],

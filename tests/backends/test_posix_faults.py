@@ -205,7 +205,8 @@ def test_errno_table(
 def test_a_listing_that_cannot_be_read_raises_also_in_the_middle(
     backend: PosixBackend, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    for key in ("a/key", "b/c/key", "d/key"):
+    """Also if it is one of several folders that are listed at once."""
+    for key in ("a/key", "b/a/key", "b/c/key", "b/d/key", "d/key"):
         put(backend, key, b"")
     fail(monkeypatch, "open", number, lambda name, *args, **more: name == "c")
     found = []
@@ -214,3 +215,5 @@ def test_a_listing_that_cannot_be_read_raises_also_in_the_middle(
             found.append(stored.key)
     assert not isinstance(caught.value, KeyNotFoundError)
     assert found == ["a/key"]
+    with pytest.raises(BackendError, match="list 'b/c/'"):
+        backend.discard_unfinished("b/")

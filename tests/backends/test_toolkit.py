@@ -77,17 +77,6 @@ def test_invalid_prefix(prefix: str) -> None:
         check_prefix(prefix)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.text(max_size=20))
-def test_a_valid_key_stays_below_its_root(key: str) -> None:
-    if not is_key(key):
-        return
-    parts = key.split("/")
-    assert not {"", ".", ".."} & set(parts)
-    assert all(len(part.encode()) <= 255 for part in parts)
-    assert not set(key) & set(map(chr, range(32)))
-
-
 # Ranges ---------------------------------------------------------------------------------------------
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=20)
