@@ -1,9 +1,9 @@
 """The host tier: the images of one rank in memory that outlives its process, a pool of image files.
 
-It has as many files as its capacity holds, FILES_MAX at most, fewer if the process may open few descriptors. The first
-is reserved before the first save, the others in the background, and all are used again for later images. What an
-earlier start left is the same: sealed images, and free files. A file that others removed is not used again. The tier
-does not choose which images are kept: it allocates a region, or returns None.
+It has as many files as its capacity holds, MEMORY_IMAGES_MAX at most, fewer if the process may open few descriptors.
+The first is reserved before the first save, the others in the background, and all are used again for later images.
+What an earlier start left is the same: sealed images, and free files. A file that others removed is not used again. The
+tier does not choose which images are kept: it allocates a region, or returns None.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.core.types.values import MEMORY_IMAGES_MAX, CheckpointId, CopyState, Shard
 from tierfall.tiers.host_folder import WHAT_HELPS, measure_room, prepare_folder, sized
 from tierfall.tiers.image_file import PAGE_BYTES, ImageFile, Region, padded, room_for
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("tierfall")
-FILES_MAX = 63
 DESCRIPTORS_FOR_ONE_FILE = 16
 """The process may open so many descriptors for each file, which takes two: the program needs the others."""
 REST_S = 0.001
@@ -215,7 +214,9 @@ class HostTier(ImagePool):
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         few = max(2, descriptors // DESCRIPTORS_FOR_ONE_FILE)
         self._files_max = (
-            FILES_MAX if descriptors == resource.RLIM_INFINITY else min(FILES_MAX, few)
+            MEMORY_IMAGES_MAX
+            if descriptors == resource.RLIM_INFINITY
+            else min(MEMORY_IMAGES_MAX, few)
         )
         self._device: torch.device | None = None
         self._may_lock = True

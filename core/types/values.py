@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+MEMORY_IMAGES_MAX = 63
+"""How many images one rank's host memory holds at most."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointId:

@@ -70,6 +70,13 @@ def test_tiers_are_forecast_by_the_options(cli: Cli) -> None:
     assert f"far: {output}" in text
 
 
+def test_memory_is_forecast_with_as_many_images_as_it_may_have(cli: Cli) -> None:
+    """30 GiB have room for 15,360 images of 2 MiB; memory takes 63."""
+    words = ("check", *SMALL, "--image", "2MiB", "--save-every", "10m")
+    host = cli.json(*words)["forecast"]["tiers"][0]
+    assert (host["kept"], host["bytes_max"]) == (63, 63 * 2 << 20)
+
+
 def test_a_share_and_a_bound_on_how_far_a_tier_is_behind_count(cli: Cli) -> None:
     """Half of 1 MB/s takes 2000 s for what comes every 500 s."""
     host, disk, far = cli.config["tiers"]

@@ -17,10 +17,10 @@ from host_help import KIB, MIB, PAGE, flip, host_in, prepare
 from tests.tiers.test_image_file import forge, newer_document
 from tierfall.core.format.records import Commit, Lineage, NamedFile
 from tierfall.core.types.errors import CapacityError, ConfigError, IntegrityError, LockError
-from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.core.types.values import MEMORY_IMAGES_MAX, CheckpointId, CopyState, Shard
 from tierfall.tiers import host as host_module
 from tierfall.tiers import image_file
-from tierfall.tiers.host import FILES_MAX, HostTier, held_bytes
+from tierfall.tiers.host import HostTier, held_bytes
 from tierfall.tiers.host_folder import RoomReport
 from tierfall.tiers.image_file import Region, room_for
 
@@ -94,7 +94,7 @@ def test_a_capacity_that_holds_very_many_images_has_a_bound(folder: Path) -> Non
     host = host_in(folder, capacity_bytes=100 * MIB)
     save(host, 1)
     prepare(host)
-    assert len(files(folder)) == FILES_MAX
+    assert len(files(folder)) == MEMORY_IMAGES_MAX
     host.close(keep=False)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tierfall.core.types.units import format_count, format_duration, format_rate, format_size
-from tierfall.core.types.values import TierKind, WhenFull
+from tierfall.core.types.values import MEMORY_IMAGES_MAX, TierKind, WhenFull
 from tierfall.core.types.view import TierRules
 from tierfall.policies.retention import DAY_S, count_kept
 
@@ -98,7 +98,8 @@ def steady_state(chain: Chain, load: Workload) -> tuple[SteadyTier, ...]:
 
 def _host(rules: TierRules, chain: Chain, load: Workload) -> SteadyTier:
     size = load.image_bytes
-    images = int(HOST_IMAGES if chain.host_bytes is None else chain.host_bytes / size)
+    images = HOST_IMAGES if chain.host_bytes is None else chain.host_bytes // size
+    images = min(images, MEMORY_IMAGES_MAX)
     few = {
         0: f"every save raises CapacityError: memory has no room for an image of {format_size(size)}",
         1: "memory has room for one image: each save waits until the one before it is flushed",
