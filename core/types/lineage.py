@@ -179,3 +179,8 @@ def first_good(newest_first: Sequence[N], is_good: Callable[[N], bool] = lambda 
             if older >= len(newest_first) or not checkpoint.not_finite:
                 return at
     return 0
+
+
+def newest_and_first_good(newest_first: Sequence[N]) -> Sequence[N]:
+    """The newest checkpoint, if there is one, and the one that a restart takes if that is an older one."""
+    return [newest_first[at] for at in {0, first_good(newest_first)} if newest_first]

@@ -7,6 +7,7 @@ All are on one node; where a test has them ``apart``, ranks 2 and 3 are on anoth
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections import Counter
@@ -103,6 +104,31 @@ def test_a_run_that_another_node_deletes_meanwhile_is_not_brought_back_by_images
         assert answer.code == 0, answer.err
         assert prefetch.result().code == 1, prefetch.result().out
     assert committed(tmp_path, "nvme-1") == []
+
+
+def test_what_a_close_left_that_was_killed_on_some_ranks_goes_with_a_later_start(
+    four: Crew, folder: str, tmp_path: Path
+) -> None:
+    """Rank 3 had freed step 3, which no tier has, the others had not; step 4 is newer, and on the tiers."""
+    seldom = {"nvme": {"flush": {"every": 2}}, "pfs": {"flush": {"every": 2}}}
+    host = {"capacity": "4MiB"}
+    saved = {"steps": [1, 2, 3, 4], "wait": ["host"], **seldom}
+    four.run(of_ranks.go_on, folder=folder, **saved, host={**host, "on_close": "keep"})
+    found = sorted((tmp_path / "memory-0").rglob("*.image"))
+    for path in found:
+        step, slot = newest_step_in(path), int(path.name[5])
+        if step == 4 or (step == 3 and slot == 3):
+            path.unlink()
+    assert len([*(tmp_path / "memory-0").rglob("*.image")]) == 11
+    found = four.run(of_ranks.go_on, folder=folder, **seldom, host=host)
+    assert [(one["step"], one["good"]) for one in found] == [(4, True)] * 4
+    assert [*(tmp_path / "memory-0").rglob("*.image")] == []
+
+
+def newest_step_in(path: Path) -> int:
+    """The step of an image in memory, by its commit record."""
+    found = re.findall(rb'"step":(\d+),"attempt":1', path.read_bytes())
+    return max(map(int, found))
 
 
 def test_what_all_ranks_save_all_ranks_restore_bit_for_bit(

@@ -14,10 +14,12 @@ import torch
 
 import tierfall
 from tests.contract.kit import (
+    IMAGE,
     Place,
     blank,
     equal,
     files_below,
+    folder_of,
     restored,
     save_steps,
     state_of,
@@ -69,6 +71,83 @@ def test_a_clean_close_frees_memory_and_on_close_keep_keeps_it(place: Place) -> 
     (copies,) = (copies for id, copies in place.ls().items() if id.startswith("2@"))
     assert copies == {"host": "sealed", "disk": "committed"}
     assert restored_from(place) == (2, {"host"})
+
+
+@pytest.fixture
+def half_freed(place: Place) -> Place:
+    """A run of four steps, of which disk has 2 and 4, was killed while its close freed memory: 1, 2 and 3 are left."""
+    place.config(disk={"flush": {"every": 2}})
+    killed = place.run(
+        """
+        unlink = os.unlink
+        def unlink_and_die(path, **words):
+            unlink(path, **words)
+            if len([*Path(path).parent.glob("*.image")]) == 3:
+                os.kill(os.getpid(), 9)
+        with tierfall.open("tiers.yaml") as ckpt:
+            save_steps(ckpt, 1, 2, 3, 4)
+            os.unlink = unlink_and_die
+        """
+    )
+    assert killed.code == -9, killed.err
+    assert [step for step, copies in place.ls().items() if "host" in copies] == [
+        "1@1",
+        "2@1",
+        "3@1",
+    ]
+    assert place.steps() == [2, 4]
+    return place
+
+
+def test_a_start_that_has_nothing_to_do_frees_what_a_killed_close_left(half_freed: Place) -> None:
+    """Step 3 was flushed nowhere, and need not be: step 4 is newer, and on a tier."""
+    assert half_freed.restored().step == 4
+    assert memory_of(half_freed) == []
+
+
+def test_drain_frees_what_a_killed_close_left(half_freed: Place) -> None:
+    answer = half_freed.cli("drain")
+    assert "host memory is freed" in answer.out
+    assert memory_of(half_freed) == []
+
+
+@pytest.mark.parametrize("by", ["a close", "drain"])
+def test_what_a_killed_close_left_stays_if_it_is_pinned_and_nowhere_else(
+    half_freed: Place, by: str
+) -> None:
+    half_freed.cli("pin", "3")
+    if by == "drain":
+        answer = half_freed.cli("drain")
+        assert re.search("owed what is in memory.*every: 1.*drain .*--discard", answer.out)
+    else:
+        half_freed.restored()
+    assert half_freed.ls()["3@1"] == {"host": "sealed"}
+
+
+def test_what_a_killed_close_left_stays_if_the_newest_step_is_not_whole_on_disk_any_more(
+    half_freed: Place,
+) -> None:
+    with half_freed.open() as ckpt:
+        restored(ckpt)
+        (folder_of(half_freed, 4) / IMAGE).unlink()
+    assert restored_from(half_freed) == (3, {"host"})
+    half_freed.cli("drain")
+    assert half_freed.ls()["3@1"] == {"host": "sealed"}, "now it is the newest"
+
+
+@pytest.mark.parametrize("by", ["a close", "drain"])
+def test_memory_stays_if_it_alone_has_the_newest_step_without_nan(place: Place, by: str) -> None:
+    """A restart passes over step 2, which is on disk, and takes step 1."""
+    place.config(disk={"flush": {"every": 2}}, host={"on_close": "keep"})
+    with place.open() as ckpt:
+        ckpt.save(1, state_of(1), metrics={"loss": 1.0}, block=True)
+        ckpt.save(2, state_of(2), metrics={"loss": float("nan")}, block=True)
+    place.config(disk={"flush": {"every": 2}})
+    if by == "drain":
+        place.cli("drain")
+    else:
+        place.open().close()
+    assert restored_from(place) == (1, {"host"})
 
 
 def test_memory_is_in_the_folder_that_is_named_and_no_larger_than_its_capacity(

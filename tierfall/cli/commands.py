@@ -452,7 +452,8 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.show(f"run {settings.run}: no tier is owed what is in memory")
     elif drained.memory_kept:
         answer.show(
-            f"run {settings.run}: by its flush rule no tier is owed what is in memory; flush: {{every: 1}} flushes it"
+            f"run {settings.run}: by its flush rule no tier is owed what is in memory; flush: {{every: 1}} flushes the "
+            "newest of it, and 'tierfall drain --discard' frees all of it"
         )
     else:
         answer.show(f"run {settings.run}: everything in host memory was durable already")

@@ -446,7 +446,7 @@ class HostTierConfig(_Tier):
     there is no `/dev/shm`."""
     on_close: OnClose = Field(default=OnClose.RELEASE, examples=["keep"])
     """`release`: a clean close frees the memory, if the stored tiers are owed nothing, and a check finds the newest
-    checkpoint complete there. `keep`: the images remain in memory for the next start."""
+    checkpoint, and what is pinned in memory, complete there. `keep`: the images remain in memory for the next start."""
 
 
 class StoredTierConfig(_Tier):

@@ -33,6 +33,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.core.types.lineage import newest_and_first_good
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.core.types.view import ArrivalOutlook, DrainDecision, View
@@ -581,12 +582,18 @@ class _Drain:
         )
 
     def _needed(self) -> Iterator[KnownCheckpoint]:
-        """Yield the newest of the live lineage in memory, what is pinned, and what has a damaged copy."""
-        held = [c for c in self._in_memory() if c.live and c.id not in self._lacking]
-        newest = max(held, key=lambda c: c.id, default=None)
-        for known in held:
+        """Yield the newest that can be restored, the one that a restart takes because of NaN or Inf in newer ones, and
+        what in memory is pinned, or has a damaged copy."""
+        restorable = [
+            c
+            for c in reversed(self._known.values())
+            if c.live and c.id not in self._lacking
+            if any(copy.damage is None for copy in c.copies.values())
+        ]
+        yield from newest_and_first_good(restorable)
+        for known in self._in_memory():
             damaged = any(copy.repairable for copy in known.copies.values())
-            if known is newest or known.pinned or damaged:
+            if known.id not in self._lacking and (known.pinned or (known.live and damaged)):
                 yield known
 
 

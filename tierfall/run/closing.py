@@ -31,7 +31,7 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.launch import signal_hub
 from tierfall.run import group_commands
 from tierfall.run.saver import SavingLineage
-from tierfall.run.session import Session, images_needed
+from tierfall.run.session import Session, needed_beside_memory
 from tierfall.telemetry.reports import DrainReport
 
 logger = logging.getLogger("tierfall")
@@ -205,18 +205,15 @@ def _decide_plan(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
 
 @dataclass(frozen=True, slots=True)
 class LookedAt:
-    """Images that memory must not lose. Of each, by tier that has a copy in the ledger: whether it is whole there now,
-    or why that is not known."""
+    """Checkpoints that must not be lost with memory. Of each, by tier that has a copy in the ledger: whether it is
+    whole there now, or why that is not known."""
 
     found: Mapping[CheckpointId, Mapping[str, bool | TierfallError]]
 
     @property
     def allows_release(self) -> bool:
-        """False where a tier could not be asked about an image of which no tier has a whole copy."""
-        return all(
-            True in tiers.values() or all(isinstance(answer, bool) for answer in tiers.values())
-            for tiers in self.found.values()
-        )
+        """False where no tier is known to have a whole copy of one of them."""
+        return all(True in tiers.values() for tiers in self.found.values())
 
     def is_unknown(self, id: CheckpointId, tier: str) -> bool:
         """Return whether a tier could not be asked about a checkpoint. What a tier lacks, the ledger knows."""
@@ -225,13 +222,16 @@ class LookedAt:
 
 def confirm_copies(session: Session, timeout_s: float) -> LookedAt:
     """Look again at the copies that allow memory to be released, for ``timeout_s`` seconds at most: they may have been
-    removed meanwhile. Copies that lack files are reported as damaged: the image in memory is kept then."""
+    removed meanwhile. Copies that lack files are reported as damaged: memory is kept then."""
     if session.coordinator.fenced is not None:
         return LookedAt({})
 
     def ask() -> dict[CheckpointId, list[str]]:
-        needed = images_needed(session.coordinator.ledger)
-        return {e.id: [t for t in session.stores if e.readable_on(t)] for e in needed}
+        has_no_part = session.coordinator.ledger.has_no_part
+        return {
+            e.id: [t for t in session.stores if e.readable_on(t) and not has_no_part(t, e.id)]
+            for e in needed_beside_memory(session)
+        }
 
     copies = session.call(ask)
     ends_s = time.monotonic() + timeout_s

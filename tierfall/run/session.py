@@ -34,6 +34,7 @@ from tierfall.core.runtime.messages import wait_for_messages
 from tierfall.core.runtime.public_calls import is_within_another
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import BackendError, FlushError, TierfallError, UnreachableError
+from tierfall.core.types.lineage import newest_and_first_good
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind
 from tierfall.run.status_writer import StatusWriter
@@ -416,15 +417,15 @@ class Session:
         leftovers, ledger = self.leftovers, self.coordinator.ledger
         if self.config.host.on_close is OnClose.KEEP:
             return True
-        if not all(leftovers.durable_on(id) for id in leftovers.images):
-            return True
         if any(entry.owed for entry in ledger.entries.values()):
             return True
         stored = [rules.name for rules in ledger.rules if rules.kind not in _IN_MEMORY]
-        return not all(
-            any(entry.state(tier) is CopyState.COMMITTED for tier in stored)
-            for entry in images_needed(ledger)
-        )
+        needed = needed_beside_memory(self)
+        durable = [(t, e) for e in needed for t in stored if e.state(t) is CopyState.COMMITTED]
+        outdated = {id for tier, entry in durable for id in leftovers.outdated_by(tier, entry)}
+        lost = {e.id for e in needed} - {e.id for _, e in durable}
+        lost |= {id for id in leftovers.images if not leftovers.durable_on(id)} - outdated
+        return bool(lost)
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -553,14 +554,17 @@ def _log_error(value: object, error: BaseException | None) -> None:
         logger.error("what open or restore has left to the coordinator has failed: %s", error)
 
 
-def images_needed(ledger: Ledger) -> list[LedgerEntry]:
-    """Return the images in memory that must not be lost with it: the newest of the live lineage, those that are pinned,
-    those set aside, and those whose copy on some tier is damaged."""
-    left = ledger.abandoned()
-    held = [
+def needed_beside_memory(session: Session) -> list[LedgerEntry]:
+    """Return the checkpoints that a stored tier must have before memory is freed; none if memory has nothing. These are
+    the newest that can be restored, the one that a restart takes because of NaN or Inf in newer ones, and those in
+    memory that are pinned, that were set aside, or whose copy on some tier is damaged. On the coordinator's thread."""
+    ledger = session.coordinator.ledger
+    held = [e for e in ledger.entries.values() if e.state(ledger.host) is CopyState.SEALED]
+    if not (held or session.leftovers.images):
+        return []
+    taken, left = newest_and_first_good(ledger.view().restorable), ledger.abandoned()
+    return [ledger.entries[c.id] for c in taken] + [
         e
-        for e in ledger.entries.values()
-        if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.deleted
+        for e in held
+        if not e.deleted and (e.pinned or (e.id not in left and (e.set_aside or e.damage)))
     ]
-    newest = max(held, key=lambda e: e.id, default=None)
-    return [e for e in held if e is newest or e.pinned or e.set_aside or e.damage]

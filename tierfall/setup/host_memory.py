@@ -333,13 +333,22 @@ class Leftovers:
         self.images.setdefault(id, []).append(image.region)
 
     def on_committed(self, tier: str, newer: LedgerEntry) -> None:
-        """Release what is older than a checkpoint just committed on ``tier``, unless it is pinned, and nowhere else."""
-        if self.ledger.rules_of(tier).survives is LossClass.NONE:
-            return
-        for id in [id for id in self.images if (id.attempt, id.step) < newer.age_order]:
-            if not self.ledger.decided.is_pinned(id, None) or self.durable_on(id):
-                self._release(id)
+        """Release what is outdated by a checkpoint just committed on ``tier``."""
+        for id in self.outdated_by(tier, newer):
+            self._release(id)
         self._close_empty()
+
+    def outdated_by(self, tier: str, newer: LedgerEntry) -> list[CheckpointId]:
+        """Return what is older than a checkpoint committed on ``tier``, unless it is pinned, and nowhere else."""
+        if self.ledger.rules_of(tier).survives is LossClass.NONE:
+            return []
+        is_pinned = self.ledger.decided.is_pinned
+        return [
+            id
+            for id in self.images
+            if (id.attempt, id.step) < newer.age_order
+            and (not is_pinned(id, None) or self.durable_on(id))
+        ]
 
     def free_deleted(self, is_noted: Callable[[CheckpointId], bool]) -> None:
         """Release the images of checkpoints that a person has deleted, once that ``is_noted``."""
