@@ -42,7 +42,12 @@ def config_of(**members: Any) -> dict[str, Any]:
 
 def test_a_config_that_is_made_directly_is_refused_in_the_same_words() -> None:
     two = config_of(tiers=[{"name": "host", "kind": "host"}] * 2)
-    for values in ({"run": "x"}, config_of(intervall=3), tier_of(pth="x"), two):
+    for values in (
+        {"run": "x"},
+        config_of(intervall=3),
+        config_of(tiers=[{"name": "host", "kind": "host", "pth": "x"}]),
+        two,
+    ):
         with pytest.raises(ConfigError) as caught:
             Config(**values)
         with pytest.raises(ConfigError) as of_dict:

@@ -9,15 +9,18 @@ import pytest
 from tests.faults import Fault, FaultKind, Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import Rank
-from tests.simulation.world import file_rules
+from tests.simulation.world import IMAGE, file_rules
+from tierfall.core.flush.messages import SaveFailure
 from tierfall.core.flush.tasks import CommitCopy, FinishCopy, Task
 from tierfall.core.types.errors import (
     BackendError,
+    CapacityError,
     CaptureError,
     FlushError,
     StorageFullError,
+    UnreachableError,
 )
-from tierfall.core.types.values import CheckpointId, SaveOutcome
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
 DRAW = random.Random(1)
 COMMITS = "run/step-*/commit.json"
@@ -55,6 +58,20 @@ def work(run: Many, rank: Rank, until: type[Task]) -> None:  # type: ignore[vali
 def folder_is_empty(run: Many, tier: str) -> bool:
     keys = [key for disk in run.disks(tier).values() for key in disk._objects]
     return not any(key.startswith("run/step-") for key in keys)
+
+
+def test_a_tier_that_was_given_up_before_a_rank_came_to_save_is_given_up_there_too() -> None:
+    run = Many((0, 1), [file_rules(SHARED_TIER, shared=True, capacity_bytes=IMAGE)])
+    fast, slow = run.ranks
+    fast.save(1)
+    run.settle(limit_s=1.0)
+    assert isinstance(fast.handles[CheckpointId(1, 1)].exception(), CapacityError)
+    handle = slow.save(1)
+    run.settle()
+    with pytest.raises(FlushError, match=r"rank 0: .* it is left out"):
+        handle.wait(SHARED_TIER, timeout=0)
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
+    assert folder_is_empty(run, SHARED_TIER)
 
 
 def test_what_lands_while_it_is_given_up_is_taken_back() -> None:
@@ -130,6 +147,23 @@ def test_a_rank_that_loses_patience_as_the_last_image_is_sealed_takes_nothing_aw
         assert rank.handles[CheckpointId(1, 1)].outcome is SaveOutcome.SAVED
 
 
+def test_a_commit_that_does_not_get_through_is_reported() -> None:
+    run = world(tiers=SHARED_TIER)
+    trouble = run.ranks[0].troubles[SHARED_TIER]
+    trouble.strike(failing(Operation.PUBLISH, UnreachableError, COMMITS))
+    for rank in run.ranks:
+        rank.save(1)
+    run.settle(limit_s=100.0)
+    for rank in run.ranks:
+        who = "" if rank.number == 0 else "rank 0: "
+        with pytest.raises(FlushError, match=rf"{who}.*still being tried.*failed before"):
+            rank.handles[CheckpointId(1, 1)].wait(SHARED_TIER, timeout=0)
+        assert not rank.coordinator.busy()
+    trouble.stop()
+    run.settle(limit_s=100.0)
+    assert all(r.handles[CheckpointId(1, 1)].outcome is SaveOutcome.SAVED for r in run.ranks)
+
+
 def test_a_rank_that_counts_otherwise_makes_no_checkpoint_that_cannot_be_restored() -> None:
     run = world()
     run.ranks[0].save(1)  # and rank 1 never does
@@ -168,3 +202,40 @@ def test_what_has_its_parts_in_different_places_is_not_flushed_for_ever() -> Non
     run.settle()
     assert not any(rank.coordinator.busy() for rank in run.ranks)
     assert run.ranks[0].sealed() == {CheckpointId(1, 1)}, "it is what a restore would take"
+
+
+def test_a_save_that_is_given_up_after_its_image_has_left_memory_is_owed_to_no_tier() -> None:
+    """One rank has uploaded its image, and has freed it for a newer one."""
+    run = world(tiers=SHARED_TIER)
+    first, late = run.ranks
+    late.troubles[SHARED_TIER].strike(failing(Operation.WRITE, UnreachableError))
+    for rank in run.ranks:
+        rank.save(1)
+    talk(run)
+    while first.run_one(DRAW):
+        talk(run)
+    entry = first.coordinator.ledger.entries[CheckpointId(1, 1)]
+    assert entry.uploaded_to == {SHARED_TIER}
+    entry.free()
+    entry.set_state("host", CopyState.ABSENT)
+    failure = SaveFailure(text="a newer one takes its place", outcome=SaveOutcome.SUPERSEDED)
+    first.coordinator.seals.give_up(entry.id, failure)
+    run.settle()
+    assert [rank.handles[entry.id].outcome for rank in run.ranks] == [SaveOutcome.SUPERSEDED] * 2
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
+    assert folder_is_empty(run, SHARED_TIER)
+
+
+def test_copies_that_were_given_up_are_no_work_any_more() -> None:
+    """What the planner looks at in each step does not grow with them, nor do they count as failures of the tier."""
+    run = world()
+    node = run.ranks[1].troubles[NODE_TIER]
+    node.strike(failing(Operation.PUBLISH, BackendError, COMMITS))
+    for step in range(1, 9):
+        for rank in run.ranks:
+            rank.save(step)
+        run.settle()
+    ledger = run.ranks[0].coordinator.ledger
+    assert len(run.committed(SHARED_TIER)) == 8
+    assert not run.committed(NODE_TIER)
+    assert len(ledger.open()) <= 3, "those in memory"

@@ -2,14 +2,68 @@
 
 from __future__ import annotations
 
-from tests.core.flush.test_commits import failing, world
+import pytest
+
+from tests.core.flush.test_commits import failing, talk, world
 from tests.faults import Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
+from tierfall.core.format.decided import Word
 from tierfall.core.types import keys
 from tierfall.core.types.errors import StorageFullError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
 
 ONE = CheckpointId(1, 1)
+
+
+def killed_with_all_in_memory(
+    places: list[list[int]], node_of: tuple[int, ...], tiers: str = "both", *, pinned: bool = False
+) -> Many:
+    """All ranks have sealed step 1, which a person may have pinned, and are killed; at the next start each finds the
+    images of those ranks."""
+    run = world(node_of, tiers)
+    for rank in run.ranks:
+        rank.save(1)
+    talk(run)
+    if pinned:
+        folder, attempt_id = run.ranks[-1].stores[NODE_TIER].decided, run.ranks[-1].attempt.id
+        folder.add(folder.known.next(Word.PIN, ONE, attempt_id))
+    run.crash()
+    regions = {rank.number: list(rank.memory.regions) for rank in run.ranks}
+    for rank, there in zip(run.ranks, places, strict=True):
+        rank.memory.regions = [region for number in there for region in regions[number]]
+        for region in rank.memory.regions:
+            region._memory = rank.memory
+    run.start()
+    return run
+
+
+PLACES = [
+    ([[1], [0]], (0, 0)),
+    ([[0, 1], []], (0, 0)),
+    ([[], [0, 1]], (0, 0)),
+    ([[], [0, 1]], (0, 1)),
+    ([[2, 0], [], [1]], (0, 0, 1)),
+]
+
+
+@pytest.mark.parametrize(("places", "node_of"), PLACES)
+def test_images_of_other_ranks_are_continued_from_and_stay_until_something_newer_is_on_a_tier(
+    places: list[list[int]], node_of: tuple[int, ...]
+) -> None:
+    run = killed_with_all_in_memory(places, node_of)
+    assert run.started_from == ONE
+    run.settle()
+    count = len(node_of)
+    assert run.committed(SHARED_TIER) == set(), "nobody flushes what another rank has saved"
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
+    assert sum(len(rank.memory.regions) for rank in run.ranks) == count
+    for rank in run.ranks:
+        rank.ordinal = 1
+        rank.save(2)
+    run.settle()
+    newer = {CheckpointId(2, 2)}
+    assert run.committed(SHARED_TIER) == newer
+    assert all(rank.sealed() == newer for rank in run.ranks), "what was found is let go"
 
 
 def images_on(run: Many, tier: str) -> dict[str, bytes]:
