@@ -61,7 +61,7 @@ FOLDERS = (
 
 LINES = {
     ("core/types",): 2_075,
-    ("core/format",): 1_359,
+    ("core/format",): 1_355,
     ("core/state", "core/tensors"): 3_743,
     ("core/image",): 2_579,
     ("core/runtime",): 2_139,
@@ -74,7 +74,7 @@ LINES = {
     ("backends",): 5_759,
     ("tiers",): 4_658,
     ("tierfall/config",): 2_086,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_112,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_101,
     ("tierfall/ops",): 4_450,
     ("tierfall/telemetry",): 1_948,
     ("tierfall/cli",): 4_339,

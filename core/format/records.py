@@ -407,8 +407,7 @@ class TierRecord:
 
     The record that a machine keeps of a run's tiers, beside its host memory, has an empty id. It also has the id of the
     last attempt that owned that memory, the path of the ``file`` that the run was configured by, and the folder of what
-    is ``kept`` for other nodes; each may be ''. ``idle`` is the number of the last attempt that was closed without an
-    exception before it saved anything; 0: none is known.
+    is ``kept`` for other nodes; each may be ''.
     """
 
     run: str
@@ -419,7 +418,6 @@ class TierRecord:
     attempt_id: str = ""
     file: str = ""
     kept: str = ""
-    idle: int = 0
 
     def encode(self) -> bytes:
         return documents.seal(
@@ -430,7 +428,6 @@ class TierRecord:
                 "wall_time_s": self.wall_time_s,
                 "others": {name: asdict(tier) for name, tier in self.others.items()},
                 **{name: text for name in _OF_MEMORY if (text := getattr(self, name))},
-                **({"idle": self.idle} if self.idle else {}),
             }
         )
 
@@ -446,7 +443,6 @@ def parse_tier_record(data: bytes, *, what: str) -> TierRecord:
         wall_time_s=reader.real("wall_time_s"),
         others={name: _known_tier(tier, f"{what}: {name}") for name, tier in others.items()},
         **{name: reader.get(name, str) for name in _OF_MEMORY if reader.has(name)},
-        idle=reader.number("idle", 0, keys.ATTEMPT_MAX) if reader.has("idle") else 0,
     )
 
 

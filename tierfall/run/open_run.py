@@ -570,14 +570,11 @@ class OpenRun:
 
     def _report_again(self, id: CheckpointId) -> None:
         """Warn if the newest checkpoint was restored ``RESTORES_MAX`` times while no start has saved a good newer one:
-        training may fail from it each time. Each attempt since is a restore, and each call of this one. An attempt
-        that had nothing to do, and was closed without an exception, has not failed: the count begins after it."""
+        training may fail from it each time. Each attempt since is a restore, and each call of this one."""
         session, own = self.session, self.lineage.attempt.number
         self._restores[id, own] += 1
         attempts = {number for listing in session.tiers.listings for number in listing.attempts}
-        remembered = session.tiers.identities.remembered
-        after = max(id.attempt, remembered.idle if remembered is not None else 0)
-        times = self._restores[id, own] + sum(after < number < own for number in attempts)
+        times = self._restores[id, own] + sum(id.attempt < number < own for number in attempts)
         if times < RESTORES_MAX or not session.ranks.topology.is_root:
             return
         older = (c.id for c in reversed(session.known()) if c.live and c.id.step < id.step)
@@ -672,8 +669,6 @@ class OpenRun:
                 self.capturer.stop_waiting()
                 together = most_s > 0 and group_commands.finish_commands(session, meets_s)
             keep = not looked_at.allows_release or session.must_keep_memory()
-            if together and most_s == math.inf and not self.lineage.saved_any:
-                session.tiers.identities.note_idle(self.lineage.attempt.number)
             session.coordinator.errors += closing.log_end(
                 session, report, looked_at, memory_kept=keep, early=bool(failed)
             )

@@ -256,7 +256,6 @@ class TierIdentities:
                     attempt_id=attempt.id,
                     file=str(config.file or ""),
                     kept=str(config.peers.path) if config.peers is not None else "",
-                    idle=self.remembered.idle if self.remembered is not None else 0,
                 )
             )
 
@@ -318,11 +317,6 @@ class TierIdentities:
         """Write this machine's record again, where it was removed since this process wrote it."""
         if self._written is not None and not self._memory.exists():
             self._write_memory(self._written)
-
-    def note_idle(self, attempt: int) -> None:
-        """Note that an attempt is closed without an exception, and has saved nothing."""
-        if self._written is not None and self._memory.exists():
-            self._write_memory(replace(self._written, idle=attempt))
 
     def forget_lost(self, names: Iterable[str], *, timeout_s: float) -> None:
         """Of the failing tiers ``names``, forget on this machine the ids of those that are of this node alone and whose
