@@ -580,8 +580,8 @@ class OpenRun:
         older = (c.id for c in reversed(session.known()) if c.live and c.id.step < id.step)
         back = next((f"go back: restore(step={each.step})" for each in older), "no step is older")
         logger.warning(
-            "restore: this is restore number %d of step %s without a good newer save. If training fails from it each "
-            "time, %s", times, id, back,
+            "restore: this is restore number %d of step %s without a good newer save. If nothing is left to train, all "
+            "is well; if training fails from it each time, %s", times, id, back,
         )  # fmt: skip
 
     # Checks ------------------------------------------------------------------------------------------
