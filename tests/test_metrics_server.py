@@ -87,7 +87,7 @@ def test_without_the_package_open_says_what_to_install(
 
 def test_a_forked_child_does_not_keep_the_port(served: dict[str, Any], port: int) -> None:
     with tierfall.open(served):
-        assert health(port)[0] == 200
+        wait_until(lambda: health(port)[0] == 200, "a status")
         forked, told = os.pipe()
         child = os.fork()
         if not child:
