@@ -65,7 +65,7 @@ def test_every_command_and_each_of_its_options_is_described(name: str) -> None:
 def test_each_group_has_a_page_with_its_commands(group: str) -> None:
     text = (DOCS / f"commands-{group.lower()}.md").read_text()
     headings = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
-    assert tuple(name for heading in headings for name in heading.split(", ")) == GROUPS[group]
+    assert [name for heading in headings for name in heading.split(", ")] == GROUPS[group]
     row = next(
         line for line in OVERVIEW.read_text().splitlines() if line.startswith(f"| [{group}]")
     )

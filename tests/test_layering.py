@@ -77,7 +77,7 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_101,
     ("tierfall/ops",): 4_450,
     ("tierfall/telemetry",): 1_948,
-    ("tierfall/cli",): 4_339,
+    ("tierfall/cli",): 4_335,
     ("tierfall/integrations",): 3_520,
     ("tierfall/imports", "tierfall/export"): 2_753,
     ("tierfall/plan",): 1_698,

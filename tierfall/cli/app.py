@@ -15,6 +15,7 @@ import typer
 import tierfall
 from tierfall.cli.usage import (
     DEFAULT_CONFIG,
+    GROUPS,
     Asked,
     CommandGroup,
     Exit,
@@ -154,10 +155,10 @@ def _command(
     prints: bool = False,
     **own: Declared,
 ) -> None:
-    """Add a command with its ``own`` arguments and options, and the options of all commands that ``also`` names; the
-    first sentence of the ``help`` is shown in the list of commands. The function of its name in a module is called with
-    the former by name, and with what collects its output, which has the latter and is printed at the end; or with both
-    by name if it ``prints`` by itself."""
+    """Add a command to the last of GROUPS, with its ``own`` arguments and options, and the options of all commands that
+    ``also`` names; the first sentence of the ``help`` is shown in the list of commands. The function of its name in a
+    module is called with the former by name, and with what collects its output, which has the latter and is printed at
+    the end; or with both by name if it ``prints`` by itself."""
 
     def command(**given: Any) -> None:
         work = getattr(import_module(module), f"{name}_" if name == "import" else name)
@@ -178,6 +179,7 @@ def _command(
     ]
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     app.command(name, help=help)(command)
+    next(reversed(GROUPS.values())).append(name)
 
 
 def _print_version(wanted: bool) -> None:
@@ -195,7 +197,7 @@ def _prepare(
     listen_to_warnings()
 
 
-# Beginning -------------------------------------------------------------------------------------------
+GROUPS["Start"] = []
 
 _command(
     "init",
@@ -235,28 +237,6 @@ _command(
     run=_option("--run", "NAME", "The run's name. [the folder's]"),
     yes=_flag("--yes -y", "Ask nothing: defaults for what is not given."),
     force=_FORCE,
-)
-_command(
-    "check",
-    "Check the configuration; measure and forecast every tier. A file is written to each tier, and removed again. The "
-    "forecast says whether a tier keeps up and has room, by the options or the run's own checkpoints.",
-    module="tierfall.cli.check",
-    size=_option(
-        "--size",
-        "SIZE",
-        "Bytes to write to each tier.",
-        int,
-        parser_of(parse_size, 1, format_size),
-        "64MiB",
-    ),
-    image=_option("--image", "SIZE", "The size of one rank's image: 9GiB.", int, _SIZE),
-    save_every=_option("--save-every", "TIME", "The time between saves: 10m.", float, _STEP_TIME),
-    step_time=_option("--step-time", "TIME", "The time of a training step: 2s.", float, _STEP_TIME),
-    steps_per_hour=_option(
-        "--steps-per-hour", "N", "In place of --step-time.", float, _parse_number
-    ),
-    ranks=_option("--ranks", "N", "The number of ranks.", int, min=1),
-    nodes=_option("--nodes", "N", "The number of nodes.", int, min=1),
 )
 _command(
     "plan",
@@ -309,6 +289,28 @@ _command(
     plot=_option("--plot", "FILE", "Draw ETTR and bandwidths as PNG.", Path),
 )
 _command(
+    "check",
+    "Check the configuration; measure and forecast every tier. A file is written to each tier, and removed again. The "
+    "forecast says whether a tier keeps up and has room, by the options or the run's own checkpoints.",
+    module="tierfall.cli.check",
+    size=_option(
+        "--size",
+        "SIZE",
+        "Bytes to write to each tier.",
+        int,
+        parser_of(parse_size, 1, format_size),
+        "64MiB",
+    ),
+    image=_option("--image", "SIZE", "The size of one rank's image: 9GiB.", int, _SIZE),
+    save_every=_option("--save-every", "TIME", "The time between saves: 10m.", float, _STEP_TIME),
+    step_time=_option("--step-time", "TIME", "The time of a training step: 2s.", float, _STEP_TIME),
+    steps_per_hour=_option(
+        "--steps-per-hour", "N", "In place of --step-time.", float, _parse_number
+    ),
+    ranks=_option("--ranks", "N", "The number of ranks.", int, min=1),
+    nodes=_option("--nodes", "N", "The number of nodes.", int, min=1),
+)
+_command(
     "demo",
     "Train, kill and restore a small model, and show the timeline. It trains a real one through a chain of tiers, and "
     "shows that nothing was lost.",
@@ -330,7 +332,7 @@ _command(
     prints=True,
 )
 
-# Looking ---------------------------------------------------------------------------------------------
+GROUPS["Look"] = []
 
 _command(
     "ls",
@@ -392,7 +394,7 @@ _command(
     values=_flag("--values", "Read what may differ, and compare it."),
 )
 
-# Trusting --------------------------------------------------------------------------------------------
+GROUPS["Trust"] = []
 
 _command(
     "verify",
@@ -413,7 +415,7 @@ _command(
     discard=_flag("--discard", "Flush nothing: free the memory."),
 )
 
-# Changing --------------------------------------------------------------------------------------------
+GROUPS["Change"] = []
 
 _command(
     "pin",
@@ -454,7 +456,7 @@ _command(
     tier=_argument("TIER", "The name of the tier.", autocompletion=_tier_names),
 )
 
-# Moving ----------------------------------------------------------------------------------------------
+GROUPS["Move"] = []
 
 _command(
     "copy",

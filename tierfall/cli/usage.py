@@ -208,14 +208,8 @@ def listen_to_warnings() -> None:
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _AS_JSON = "tierfall.as_json"
 _HELP = frozenset(("-h", "--help"))
-GROUPS = {
-    "Start": ("init", "plan", "check", "demo", "schema"),
-    "Look": ("ls", "show", "latest", "runs", "watch", "diff"),
-    "Trust": ("verify", "drain"),
-    "Change": ("pin", "unpin", "tag", "untag", "prune", "rm", "forget"),
-    "Move": ("copy", "prefetch", "export", "import"),
-}
-"""The commands, in the groups of ``--help`` and of the pages in docs/."""
+GROUPS: dict[str, list[str]] = {}
+"""The commands in the groups of ``--help`` and of the pages in docs/; ``app.py`` declares both, in this order."""
 
 
 class CommandGroup(TyperGroup):
