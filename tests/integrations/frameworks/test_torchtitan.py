@@ -282,7 +282,8 @@ def test_weights_of_hugging_face_are_loaded_where_the_option_says_so(
     assert "set initial_load_in_hf=True" in refused["error"]
     (loaded,) = start("new", function="load", initial_load_in_hf=True, **path).wait(250)
     assert loaded == {"found": True, "step": 0, "weights": trained["weights"]}
-    shutil.rmtree(tmp_path / "run/disk")
+    shutil.rmtree(tmp_path / "run/disk/titan")
+    command(tmp_path / "run", "forget", "disk")
     lost = train(start, "run", steps=8)
     assert f"set initial_load_path={folder} and initial_load_in_hf=True" in lost["error"]
     begun = train(start, "run", life="begun", steps=4, initial_load_in_hf=True, **path)
