@@ -75,7 +75,7 @@ LINES = {
     ("tiers",): 4_658,
     ("tierfall/config",): 2_086,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_101,
-    ("tierfall/ops",): 4_450,
+    ("tierfall/ops",): 4_456,
     ("tierfall/telemetry",): 1_948,
     ("tierfall/cli",): 4_335,
     ("tierfall/integrations",): 3_520,

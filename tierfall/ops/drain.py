@@ -24,6 +24,7 @@ from tierfall.core.flush.flusher import OLDER_OWED_MAX
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, decided_in, merge
 from tierfall.core.format.commit_files import shards_of
 from tierfall.core.format.records import Attempt, NamedFile
+from tierfall.core.restore.agreement import is_whole
 from tierfall.core.runtime import retries
 from tierfall.core.types.errors import (
     BackendError,
@@ -583,12 +584,17 @@ class _Drain:
 
     def _needed(self) -> Iterator[KnownCheckpoint]:
         """Yield the newest that can be restored, the one that a restart takes because of NaN or Inf in newer ones, and
-        what in memory is pinned, or has a damaged copy."""
+        what in memory is pinned, or has a damaged copy. What is only in part here, and not in memory, may be damaged on
+        another machine: it does not count."""
+        host = self._tiers.memory.name
         restorable = [
             c
             for c in reversed(self._known.values())
             if c.live and c.id not in self._lacking
-            if any(copy.damage is None for copy in c.copies.values())
+            if any(
+                is_whole(copy) or (tier == host and copy.damage is None)
+                for tier, copy in c.copies.items()
+            )
         ]
         yield from newest_and_first_good(restorable)
         for known in self._in_memory():
