@@ -74,7 +74,7 @@ LINES = {
     ("backends",): 5_759,
     ("tiers",): 4_658,
     ("tierfall/config",): 2_086,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_101,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_114,
     ("tierfall/ops",): 4_456,
     ("tierfall/telemetry",): 1_948,
     ("tierfall/cli",): 4_335,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -105,6 +106,15 @@ def go_on(
             return found
     finally:
         os.environ.pop("TIERFALL_DOMAIN", None)
+
+
+def lose_disk(rank: int, folder: str, loser: int, lost: str, **words: Any) -> None:
+    """Restore, and close; before that the ``loser`` finds that the disk of its node is gone."""
+    with tierfall.open(config(folder, **words)) as ckpt:
+        ckpt.restore(own(rank, 0))
+        if rank == loser:
+            shutil.rmtree(lost)
+            Path(lost).touch()
 
 
 def stay(rank: int, folder: str, steps: Sequence[int], wait: str = "", **words: Any) -> None:

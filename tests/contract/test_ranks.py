@@ -125,19 +125,25 @@ def test_what_a_close_left_that_was_killed_on_some_ranks_goes_with_a_later_start
     assert [*(tmp_path / "memory-0").rglob("*.image")] == []
 
 
-def test_drain_keeps_what_a_killed_close_left_if_only_another_machine_can_tell_what_is_newer(
-    apart: Crew, folder: str, tmp_path: Path
+@pytest.mark.parametrize("by", ["drain", "a close"])
+def test_what_a_killed_close_left_stays_on_all_nodes_if_one_has_lost_its_part_of_the_newest(
+    apart: Crew, folder: str, tmp_path: Path, by: str
 ) -> None:
-    """Of step 4 each machine has its part on nvme, and one is damaged: step 3, in memory alone, is the newest."""
+    """Each node sees its own part of step 4 alone; step 3, in memory alone, is the newest that all have."""
     seldom = {"nvme": {"flush": {"every": 2}}, "pfs": SELDOM, "host": {"capacity": "4MiB"}}
     saved = {**seldom, "host": {"capacity": "4MiB", "on_close": "keep"}}
     apart.run(of_ranks.go_on, folder=folder, steps=[1, 2, 3, 4], wait=["host"], **saved)
     for path in tmp_path.glob("memory-*/**/*.image"):
         if re.search(rb'"step":4,"attempt":1', path.read_bytes()):
             path.unlink()
-    (step_folder(tmp_path, "nvme-1", 4) / image(2)).unlink()
-    for node in "01":
-        assert "host memory is kept" in command(folder, "drain", node=node, **seldom).out
+    if by == "drain":
+        (step_folder(tmp_path, "nvme-1", 4) / image(2)).unlink()
+        for node in "01":
+            assert "host memory is kept" in command(folder, "drain", node=node, **seldom).out
+    else:
+        lost = tmp_path / "nvme-1"
+        apart.run(of_ranks.lose_disk, folder=folder, loser=2, lost=str(lost), **seldom)
+        lost.unlink()
     found = apart.run(of_ranks.go_on, folder=folder, **seldom)
     assert [(one["step"], one["good"]) for one in found] == [(3, True)] * 4
 

@@ -251,26 +251,37 @@ def drain(session: Session, deadline_s: float | None) -> DrainReport:
     return replace(merged, seconds=time.monotonic() - began)
 
 
-def finish_commands(session: Session, left_s: Callable[[], float]) -> bool:
+def finish_commands(
+    session: Session, left_s: Callable[[], float], *, frees: bool
+) -> tuple[bool, bool]:
     """At close, carry out what rank 0 has decided until its end, such as deletions by its retention.
 
-    False where not all ranks reach this within ``left_s()`` seconds, and one second at least.
+    Return whether all ranks reach this within ``left_s()`` seconds, and one second at least; and whether each then
+    ``frees`` memory, as far as it has looked at its own part of what tiers have.
     """
     ranks = session.ranks
     if not ranks.many:
-        return True
+        return True, frees
+    timeout_s = max(1.0, left_s())
     try:
-        ranks.meet("close", timeout_s=max(1.0, left_s()), is_last=True)
+        frees = ranks.agree(
+            "close",
+            frees,
+            lambda found: all(found.values()),
+            bool,
+            timeout_s=timeout_s,
+            is_last=True,
+        )
     except RanksError as error:
         logger.warning(
             "close: rank %d does not wait for the others: %s", ranks.topology.rank, error
         )
-        return False
+        return False, frees
     try:
         session.wait_idle(left_s())
     except TierfallError as error:  # the coordinator has stopped; the other ranks end normally
         logger.warning("close: rank %d: %s", ranks.topology.rank, error)
-    return True
+    return True, frees
 
 
 def _triples(copies: Iterable[tuple[CheckpointId, str]]) -> tuple[tuple[int, int, str], ...]:

@@ -622,7 +622,7 @@ class OpenRun:
             return
         self._check_process()
         failure: Exception | None = None
-        keep, together, session = True, False, self.session
+        keep, together, frees, session = True, False, False, self.session
         deadline_s = time.monotonic() + self.config.max_wait_s
         most_s = closing.FAILED_S if failed else math.inf  # at each meeting of the ranks
 
@@ -652,6 +652,7 @@ class OpenRun:
                 self.capturer.close(left_s())
                 session.find_external_commits(left_s(), last=True)
                 looked_at = closing.confirm_copies(session, left_s() / 2)
+                frees = looked_at.allows_release
                 report = group_commands.drain_here(
                     session,
                     left_s(),
@@ -667,8 +668,9 @@ class OpenRun:
                 raise
             finally:
                 self.capturer.stop_waiting()
-                together = most_s > 0 and group_commands.finish_commands(session, meets_s)
-            keep = not looked_at.allows_release or session.must_keep_memory()
+                if most_s > 0:
+                    together, frees = group_commands.finish_commands(session, meets_s, frees=frees)
+            keep = not frees or session.must_keep_memory()
             session.coordinator.errors += closing.log_end(
                 session, report, looked_at, memory_kept=keep, early=bool(failed)
             )
