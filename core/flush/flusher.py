@@ -50,7 +50,6 @@ from tierfall.core.types.view import Decision, Eviction, Verdict, View
 from tierfall.policies.backpressure import plan_relief
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush
-from tierfall.policies.protection import only_source_for
 
 if TYPE_CHECKING:
     from tierfall.core.flush.coordinator import Coordinator
@@ -178,24 +177,25 @@ class Flusher(Component):
             # other processes may free room on the disk, or have unpinned a checkpoint
             lane.not_before_s = now_s + self._ledger.longest_wait_s
             self._planner.deleter.schedule_plan(lane.tier)
-        if self._ledger.many_ranks and not self._waits_for_slower(lane.tier):
+        if self._ledger.many_ranks and not self._may_get_room(lane.tier, entry):
             given_up = CapacityError(f"{error}. All ranks give it up there")
             self._messages.report_copy_failed(lane.tier, entry.id, given_up)
             return
         again = f"It is tried again when room is made, and every {self._ledger.longest_wait_s:g} s"
         self._report_failing(lane.tier, entry, CapacityError(f"{error}. {again}"))
 
-    def _waits_for_slower(self, tier: str) -> bool:
-        """Return whether there will be room on a stored tier once slower ones have what they are owed. Otherwise the
-        parts of later copies, which some ranks have left there, may occupy the room for ever."""
-        rules, view = self._ledger.rules_of(tier), self._ledger.view()
-        stored = (
-            tier not in self._ledger.peer_tiers
-        )  # the next image takes the place of that of a peer
-        return stored and any(
-            only_source_for(view, copy, rules)
-            for copy in view.checkpoints
-            if copy.state(tier) is CopyState.COMMITTED
+    def _may_get_room(self, tier: str, entry: LedgerEntry) -> bool:
+        """Return whether a stored tier may have room for a copy once a refused deletion there succeeds, or slower tiers
+        have what they are owed of it and of what the tier holds. Otherwise the parts of later copies, which some ranks
+        have left there, may occupy the room for ever."""
+        if tier in self._ledger.peer_tiers:  # the next image takes the place of that of a peer
+            return False
+        names = [rules.name for rules in self._ledger.rules]
+        slower = set(names[names.index(tier) + 1 :])
+        return not slower.isdisjoint(entry.owed) or any(
+            e.state(tier) is CopyState.LEAVING
+            or (e.state(tier) is CopyState.COMMITTED and not slower.isdisjoint(e.owed))
+            for e in self._ledger.entries.values()
         )
 
     def _on_full_elsewhere(self, tier: str, id: CheckpointId, message: FullTier, rank: int) -> None:

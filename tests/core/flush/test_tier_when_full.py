@@ -18,6 +18,7 @@ from tierfall.core.types.errors import (
     CapacityError,
     FlushError,
     StorageFullError,
+    UnreachableError,
 )
 from tierfall.core.types.values import WhenFull
 
@@ -139,3 +140,26 @@ def test_a_copy_that_no_room_can_be_made_for_on_another_node_is_given_up_by_all(
     for handle in handles:
         with pytest.raises(FlushError, match=r"rank 1: .*nothing more may be deleted there"):
             handle.wait(NODE_TIER, timeout=0)
+
+
+@pytest.mark.parametrize("node_of", [(0,), (0, 1)])
+@pytest.mark.parametrize(
+    ("tier", "operation"), [(SHARED_TIER, Operation.CREATE), (NODE_TIER, Operation.DELETE)]
+)
+def test_a_copy_waits_for_room_that_a_slower_copy_or_a_refused_deletion_will_make(
+    node_of: tuple[int, ...], tier: str, operation: Operation
+) -> None:
+    """The newest step there may be deleted once the slower tier has it, too."""
+    nvme = file_rules(NODE_TIER, capacity_bytes=IMAGE * 3 // 2)
+    run = Many(node_of, [nvme, file_rules(SHARED_TIER, shared=True)])
+    for rank in run.ranks:
+        rank.troubles[tier].strike(failing(operation, UnreachableError))
+    for step in (1, 2):
+        handles = [rank.save(step) for rank in run.ranks]
+        run.settle(limit_s=2.0)
+    assert {id.step for id in run.committed(NODE_TIER)} == {1}
+    for rank in run.ranks:
+        rank.troubles[tier].stop()
+    run.settle()
+    assert {id.step for id in run.committed(NODE_TIER)} == {2}
+    assert all(handle.done(NODE_TIER) for handle in handles)
