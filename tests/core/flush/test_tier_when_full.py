@@ -163,3 +163,16 @@ def test_a_copy_waits_for_room_that_a_slower_copy_or_a_refused_deletion_will_mak
     run.settle()
     assert {id.step for id in run.committed(NODE_TIER)} == {2}
     assert all(handle.done(NODE_TIER) for handle in handles)
+
+
+def test_a_copy_that_nothing_will_make_room_for_is_given_up_by_all_ranks() -> None:
+    """Else the parts of later copies, which some ranks have left, may hold the room for ever."""
+    run = Many((0, 1), [file_rules(NODE_TIER, capacity_bytes=IMAGE * 3 // 2)])
+    for step in (1, 2):
+        handles = [rank.save(step) for rank in run.ranks]
+        run.settle(limit_s=2.0)
+    assert {id.step for id in run.committed(NODE_TIER)} == {1}
+    for handle in handles:
+        with pytest.raises(FlushError, match="All ranks give it up there"):
+            handle.wait(NODE_TIER, timeout=0)
+    assert not any(rank.coordinator.ledger.failing for rank in run.ranks)
