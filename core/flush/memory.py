@@ -222,8 +222,8 @@ class Admissions(Component):
         error = CapacityError(
             f"save of step {entry.id.step} is superseded by step {saved.step}: tier {host} had no room for both "
             f"(when_full), and of what lies there {reason}. It was still owed to "
-            f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
-            "or flush less"
+            f"{', '.join(sorted(entry.owed))}, and is given up there. Raise the tier's capacity, save less often, or "
+            "flush less"
         )
         superseded = SaveOutcome.SUPERSEDED
         self._emit(events.SaveEnded, id=entry.id, outcome=superseded, reason=error)
