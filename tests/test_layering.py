@@ -69,7 +69,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_965,
     ("core/restore", "core/load", "core/copies"): 7_589,
     ("core/compression",): 360,
-    ("core/flush",): 7_283,
+    ("core/flush",): 7_285,
     ("policies",): 2_259,
     ("backends",): 5_759,
     ("tiers",): 4_658,

@@ -180,6 +180,8 @@ class Flusher(Component):
         if self._ledger.many_ranks and not self._may_get_room(lane.tier, entry):
             given_up = CapacityError(f"{error}. All ranks give it up there")
             self._messages.report_copy_failed(lane.tier, entry.id, given_up)
+            if self._reported_failing.get(lane.tier) == entry.id:  # as on the other ranks
+                self.on_recovered(lane.tier)
             return
         again = f"It is tried again when room is made, and every {self._ledger.longest_wait_s:g} s"
         self._report_failing(lane.tier, entry, CapacityError(f"{error}. {again}"))

@@ -176,3 +176,18 @@ def test_a_copy_that_nothing_will_make_room_for_is_given_up_by_all_ranks() -> No
         with pytest.raises(FlushError, match="All ranks give it up there"):
             handle.wait(NODE_TIER, timeout=0)
     assert not any(rank.coordinator.ledger.failing for rank in run.ranks)
+
+
+def test_a_tier_fails_on_no_rank_once_the_copy_that_waited_for_room_is_given_up() -> None:
+    tiers = [
+        file_rules(NODE_TIER, capacity_bytes=IMAGE * 3 // 2),
+        file_rules(SHARED_TIER, shared=True, capacity_bytes=IMAGE * 3),
+    ]
+    run = Many((0, 1), tiers)
+    for step in (1, 2, 3):
+        handles = [rank.save(step) for rank in run.ranks]
+        run.settle()
+    for handle in handles:
+        with pytest.raises(FlushError, match="All ranks give it up there"):
+            handle.wait(NODE_TIER, timeout=0)
+    assert not any(rank.coordinator.ledger.failing for rank in run.ranks)
