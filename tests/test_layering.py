@@ -76,7 +76,7 @@ LINES = {
     ("tierfall/config",): 2_086,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_114,
     ("tierfall/ops",): 4_456,
-    ("tierfall/telemetry",): 1_948,
+    ("tierfall/telemetry",): 1_950,
     ("tierfall/cli",): 4_335,
     ("tierfall/integrations",): 3_520,
     ("tierfall/imports", "tierfall/export"): 2_753,

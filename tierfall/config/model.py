@@ -208,8 +208,8 @@ class DrainSection(Section):
     on_signal: Annotated[tuple[fields.Signal, ...], Field(min_length=1)] = Field(
         default=("SIGTERM",), examples=[["SIGTERM"]]
     )
-    """The signals that announce the end, by name. On one of them all that can become durable before the deadline
-    does."""
+    """The signals that announce the end, by name. After such a signal the run copies, until the deadline, what can
+    still become durable."""
     deadline_s: fields.Wait = Field(default="25s", validate_default=True, examples=["110s"])
     """How long the drain may take: a little less than the notice before the process is killed."""
 

@@ -108,7 +108,7 @@ class Statistics:
     lazy_saves: int = _figure("saves that were captured lazily", {events.SaveBegun: _is_lazy})
     skipped_saves: int = _figure("saves that found no room", _ended(SaveOutcome.SKIPPED))
     superseded_saves: int = _figure(
-        "saves that were given up for a later one, an earlier start's included",
+        "saves, of this start and of earlier ones, that were given up for a later save",
         _ended(SaveOutcome.SUPERSEDED),
     )
     failed_saves: int = _figure("saves that failed on some rank", _ended(SaveOutcome.FAILED))
@@ -121,7 +121,7 @@ class Statistics:
     )
     captured_bytes: int = _figure("captured images", {events.Captured: _bytes})
     lazy_bytes: int = _figure(
-        "bytes of images that were left to the lazy capture; the others were copied in `save`",
+        "bytes of images that were captured lazily; `save` copied the other bytes",
         {events.SaveBegun: attrgetter("lazy_bytes")},
     )
     evicted_copies: int = _figure("images that were deleted from host memory", events.Evicted)
@@ -261,7 +261,9 @@ class Statistics:
         return self.cadence.interval_steps if self.cadence else None
 
     @property
-    @_derived("what a save adds to the steps up to the next one; in metrics, as of then")
+    @_derived(
+        "what a save adds to the steps up to the next save; in metrics, as of the last `maybe_save`"
+    )
     def save_cost_seconds(self) -> float | None:
         return self.cadence.cost_s if self.cadence else None
 
