@@ -133,7 +133,7 @@ def check_url(url: str) -> None:
 
 
 def _is_of_fsspec(scheme: str) -> bool:
-    """Whether fsspec knows the protocol, or is not installed: only ``_client`` may ask for it."""
+    """Whether fsspec knows the protocol. True if fsspec is not installed: ``_client`` says what to install."""
     try:
         return scheme in importlib.import_module("fsspec").available_protocols()
     except ModuleNotFoundError:

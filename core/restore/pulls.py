@@ -49,7 +49,7 @@ POOL_BYTES, POOL_CHUNKS_MIN = 128 << 20, 4
 """The most that a rank keeps for others, in bytes, and how many chunks it may keep however large they are. A chunk that
 goes before all have taken it is read again."""
 ALIVE_S = WAKE_S / 2
-"""Seconds between two signs of life of a rank. Others wait ``WAKE_S`` for one at least, if ``max_wait`` is shorter."""
+"""Seconds between two signs of life of a rank. Others wait ``WAKE_S`` for one, even if ``max_wait`` is shorter."""
 CLOSE_S = 1.0
 GONE: Chunk = (-2, 0)
 """In place of a chunk: rank 0 is told that a rank is gone."""

@@ -182,5 +182,5 @@ def first_good(newest_first: Sequence[N], is_good: Callable[[N], bool] = lambda 
 
 
 def newest_and_first_good(newest_first: Sequence[N]) -> Sequence[N]:
-    """The newest checkpoint, if there is one, and the one that a restart takes if that is an older one."""
+    """Return the newest checkpoint, and the older one that a restart takes because of NaN; none of no checkpoints."""
     return [newest_first[at] for at in {0, first_good(newest_first)} if newest_first]

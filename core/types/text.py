@@ -40,7 +40,7 @@ def with_article(noun: str) -> str:
 
 
 def first_sentence(error: object) -> str:
-    """Return what is wrong without what to do, where the log has all of it already."""
+    """Return the first sentence of an error: what is wrong. The sentences after it say what to do."""
     return str(error).partition(". ")[0]
 
 

@@ -823,8 +823,11 @@ def diff(answer: CommandOutput, a: StepOrSource, b: StepOrSource, values: bool) 
     ]
     answer.show(table(names, rows, ("ELEMENTS", "LARGEST")))
     left = sum(one.change is Change.MAY_DIFFER for one in found)
-    said = [counted(len(found) - left, "entry differs", "entries differ")] * (left < len(found))
-    said += [f"{counted(left, 'entry', 'entries')} may differ (--values reads them)"] * (left > 0)
+    said = []
+    if left < len(found):
+        said.append(counted(len(found) - left, "entry differs", "entries differ"))
+    if left:
+        said.append(f"{counted(left, 'entry', 'entries')} may differ (--values reads them)")
     answer.problem(f"{ids}: {', '.join(said)}")
 
 

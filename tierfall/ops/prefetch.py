@@ -37,7 +37,7 @@ from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import (
     add_decided,
     check_alone,
-    notes_on_copy,
+    finish_copy,
     open_source,
     open_writable,
     write_copy,
@@ -219,7 +219,7 @@ class _Prefetch:
                     store.discard(id, attempt=attempt)
                 raise
             decided = add_decided(store, decided_in(listings).of(id, checkpoint.attempt_id))
-            notes = notes_on_copy(source, store, reader.config, checkpoint, listings)
+            notes = finish_copy(source, store, reader.config, checkpoint, listings)
         sources = dict(source.images.tally.bytes)
         return PrefetchResult(
             id=id,

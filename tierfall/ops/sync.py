@@ -398,7 +398,7 @@ def _copy(
         tier=tier,
         bytes=commit.stored_bytes,
         sources=dict(source.images.tally.bytes),
-        notes=notes_on_copy(source, store, config, checkpoint, listings),
+        notes=finish_copy(source, store, config, checkpoint, listings),
     )
 
 
@@ -435,15 +435,15 @@ def write_copy(
     return commit_copy(source.commit, store, files, attempt=attempt, owed=owed, repairs=repairs)
 
 
-def notes_on_copy(
+def finish_copy(
     source: Source,
     store: StoredTier,
     config: Config,
     checkpoint: KnownCheckpoint,
     listings: tuple[Listing, ...],
 ) -> tuple[str, ...]:
-    """Have ``latest`` of a tier name a checkpoint that was copied there, and return what was skipped, failed, or will
-    be deleted. ``listings`` are from before the copy."""
+    """Have ``latest`` of a tier name a checkpoint that was copied there. Return notes: what was skipped, what failed,
+    and what the tier's retention will delete. ``listings`` are from before the copy."""
     after = tuple(store.list() if x.tier == store.name else x for x in listings)
     return (
         *(f"skipped: {f.what}: {f.reason}" for f in source.images.tally.fallbacks),

@@ -256,8 +256,9 @@ def finish_commands(
 ) -> tuple[bool, bool]:
     """At close, carry out what rank 0 has decided until its end, such as deletions by its retention.
 
-    Return whether all ranks reach this within ``left_s()`` seconds, and one second at least; and whether each then
-    ``frees`` memory, as far as it has looked at its own part of what tiers have.
+    Return whether all ranks reach this within ``left_s()`` seconds, and one second at least; and whether memory may be
+    freed. A rank ``frees`` its memory if its part of what a tier must have is whole there; all ranks free, or none. If
+    they do not meet, each goes by its own part.
     """
     ranks = session.ranks
     if not ranks.many:
